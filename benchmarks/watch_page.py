@@ -22,12 +22,12 @@ from statistics import median
 
 import psutil
 import yaml
-from benchmarks.timing import machine
-from tests.watch.browser import Browser
 
+from benchmarks.timing import machine
 from fedguild.runs.activity import ActivityLog
 from fedguild.runs.log import ClientRecord, EvaluationRecord, RoundRecord, RoutingRecord, RunLog
 from fedguild.watch.server import WatchServer
+from tests.watch.browser import Browser
 
 BUDGETS = ("b1", "b2", "b3", "b4")
 LINES = 20

@@ -377,8 +377,8 @@ def save_models(folder: Path) -> Facts:
     """Writes the random models that the cases need, each with a byte-level tokenizer; returns their digests."""
     from transformers.utils import logging
 
-    from fedguild.model.tiny.tokenizer import train_tokenizer
     from tests.backbones import tiny_model
+    from tools.tiny.tokenizer import train_tokenizer
 
     logging.disable_progress_bar()
     facts: Facts = {}

@@ -32,17 +32,13 @@ BELOW = (
         "locking",
         "secure",
     ),
-    *("progress", "environment", "privacy", "hub", "runs", "tail", "confidence", "score_names"),
+    *("progress", "environment", "privacy", "hub", "runs", "tail", "score_names"),
 )
 """What every stage may use, and what uses no stage."""
 LAST = (
     "guarantee",
     "setup",
-    "report.recorded_summary",
-    "report.recorded_claims",
-    "report.recorded_figures",
-    "report.recorded_pages",
-    "report.recorded_remarks",
+    "report.table_figures",
     "recording",
     "scoring",
     "results",
@@ -209,7 +205,7 @@ def test_a_modules_docstring_says_what_the_module_is():
     """It opens with a noun phrase or a verb, never with a question."""
     asking = {"what", "which", "where", "when", "whether", "how", "why", "who", "whose"}
     root = SOURCE.parents[1]
-    files = [*MODULES, *(root / "tests").rglob("*.py"), *(root / "benchmarks").rglob("*.py")]
+    files = [*MODULES, *(path for name in ("tests", "benchmarks", "tools") for path in (root / name).rglob("*.py"))]
     opens = {path: (ast.get_docstring(parse(path)) or "-").split()[0].strip(":,.").lower() for path in files}
     wrong = [str(path.relative_to(root)) for path, word in opens.items() if word in asking]
     assert not wrong, f"Open with a noun phrase, for example 'Sub-model selection for FedMoE': {', '.join(wrong)}"

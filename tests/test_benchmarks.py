@@ -12,7 +12,6 @@ SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in 
 COMPUTED = {"gpu_budget"}
 """Scripts that measure nothing of the machine."""
 NO_TENSORS = {
-    "english_tasks": "its records are of a CPU",
     "enrolment": "it registers keys",
     "flower_overhead": "its runs have a device in their config",
     "imports": "it imports",

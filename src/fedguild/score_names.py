@@ -18,6 +18,8 @@ TRAINED: Final = "trained"
 RECEIVED: Final = "received"
 POOLED: Final = "pooled"
 SCORES: Final[tuple[Score, ...]] = (MEAN, MTAL, TRAINED, RECEIVED, POOLED)
+SUMMARIES: Final[tuple[Score, ...]] = (MEAN, TRAINED, RECEIVED, POOLED, MTAL)
+"""The scores in the order of a table's columns."""
 HEADLINES: Final[tuple[Score, ...]] = (MEAN, MTAL, TRAINED, RECEIVED)
 """The scores of which the first that a run has stands for it."""
 MEANINGS: Final[Mapping[str, str]] = {

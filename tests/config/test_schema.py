@@ -13,8 +13,7 @@ from fedguild.config.reference import as_markdown, settings_of
 from fedguild.config.schema import MethodSettings
 from fedguild.config.training import TrainingSettings
 from fedguild.errors import ConfigError
-from fedguild.report.recorded import SUMMARIES
-from fedguild.score_names import SCORES
+from fedguild.score_names import SCORES, SUMMARIES
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/settings.md"
 

@@ -14,12 +14,12 @@ import torch
 from fedguild.config import Config, load_config
 from fedguild.layout import CHECKPOINTS, MEMORY
 from fedguild.model.backbone import Backbone
-from fedguild.model.tiny.tokenizer import train_tokenizer
 from fedguild.payload import Payload
 from fedguild.runs.log import RunLog, comparable
 from fedguild.server import checkpoint
 from fedguild.setup import preparation
 from tests.backbones import tiny_model
+from tools.tiny.tokenizer import train_tokenizer
 
 SETTINGS = (
     "federation.clients=4",

@@ -9,10 +9,10 @@ from transformers import AutoModelForCausalLM, FlexOlmoConfig
 
 from fedguild import experiment
 from fedguild.config import load_config
-from fedguild.model.tiny.tokenizer import train_tokenizer
 from fedguild.runs.log import EvaluationRecord, RunLog
 from tests.experiment.runs import small_settings
 from tests.plugins import install
+from tools.tiny.tokenizer import train_tokenizer
 
 SOURCE = '''
     """Verses: the last word of a line."""

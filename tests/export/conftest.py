@@ -16,9 +16,9 @@ from fedguild.config import Config
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.model.tiny.tokenizer import train_tokenizer
 from fedguild.server.method import Deployment
 from tests.backbones import VOCABULARY, random_adapter, tiny_model
+from tools.tiny.tokenizer import train_tokenizer
 
 TOKENS = torch.randint(3, VOCABULARY, (3, 17), generator=torch.Generator().manual_seed(3))
 

@@ -15,9 +15,9 @@ from fedguild.model.moe import view
 from fedguild.model.moe.routing import within_capacity
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.model.tiny.tokenizer import train_tokenizer
 from tests.backbones import END, PAD, VOCABULARY, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.oracles.switch import MergedSwitch
+from tools.tiny.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute")
 """Transformers' router moves its weights to its own dtype in every pass, merged ones of the oracle too."""

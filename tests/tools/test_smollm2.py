@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tools.smollm2 import __main__ as command_line
-from tools.smollm2 import dense, heal, mixture, states, texts
-from tools.smollm2.experts import Sizes, split
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2MoeForCausalLM
 
 from fedguild.model.packaged import PACKAGED
+from tools.smollm2 import __main__ as command_line
+from tools.smollm2 import dense, heal, mixture, states, texts
+from tools.smollm2.experts import Sizes, split
 
 LAYERS = range(1, 3)
 SIZES = Sizes(experts=4, active=2, rank=2)

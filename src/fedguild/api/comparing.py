@@ -150,7 +150,7 @@ def _compared(groups: Sequence[Column], reference: str, name: str, table: Table 
 
     by_column, pages = {}, {}
     runs = {cell.folder: load_run(cell.folder) for group in groups for cell in group.cells}
-    drawn = _table_figures(groups, runs, name, table) if table else {}
+    drawn = _table_figures(groups, runs, table) if table else {}
     for group in groups:
         folders = group.folders()
         loaded = {row: [runs[one] for one in members] for row, members in folders.items()}
@@ -165,23 +165,22 @@ def _compared(groups: Sequence[Column], reference: str, name: str, table: Table 
 
 
 def _table_figures(
-    groups: Sequence[Column], runs: Mapping[Path, Run], name: str, table: Table
+    groups: Sequence[Column], runs: Mapping[Path, Run], table: Table
 ) -> dict[str, Callable[[float], str]]:
     """Returns a table's figures of the comparison's own runs: caption -> what draws the figure at a width in inches.
 
     One for which a cell was not run is left out.
     """
-    from fedguild.report.recorded import record_of
-    from fedguild.report.recorded_figures import for_page
+    from fedguild.report.table_figures import CellScores, for_page
 
     if not table.drawn_scores and table.rounds is None:
         return {}
-    records = [
-        record_of(runs[cell.folder], name, group.title or ONLY_COLUMN, cell.config.name, cell.config.fingerprint())
+    scores = [
+        CellScores.of(runs[cell.folder], cell.config.name, group.title or ONLY_COLUMN)
         for group in groups
         for cell in group.cells
     ]
-    return for_page(table, records)
+    return for_page(table, scores)
 
 
 def _table(name: str) -> ShippedTable:

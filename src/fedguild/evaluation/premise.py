@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from fedguild.confidence import half_width
 from fedguild.data.batches import SlotBatch
 from fedguild.errors import DataError, ModelError
 from fedguild.evaluation.expert_usage import expert_utilisation
+from fedguild.evaluation.statistics import half_width, spread
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
@@ -238,4 +238,4 @@ def _use(backbone: Backbone, counts: Tensor, tokens: Tensor, active: int) -> lis
 
 def _level(active: int, renormalised: bool, values: Sequence[float], base: Sequence[float]) -> Level:
     lost = [value - reference for value, reference in zip(values, base, strict=True)]
-    return Level(active, renormalised, fmean(values), fmean(lost), half_width(stdev(lost), len(lost)))
+    return Level(active, renormalised, fmean(values), fmean(lost), half_width(spread(lost)))

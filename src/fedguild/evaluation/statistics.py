@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
-from fedguild import confidence
+from scipy.special import stdtrit
+
 from fedguild.errors import DataError
+
+CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,9 @@ def half_width(values: Spread) -> float:
 
     Infinite for one seed, which says nothing about the spread.
     """
-    return confidence.half_width(values.std, values.count)
+    if values.count < 2:
+        return math.inf
+    return float(stdtrit(values.count - 1, (1 + CONFIDENCE) / 2)) * values.std / math.sqrt(values.count)
 
 
 def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Spread:

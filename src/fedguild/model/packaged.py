@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from fedguild.errors import ModelError
-from fedguild.model import english, tiny
 
 EMBEDDED = "embedded"
 ENGLISH = "english"
-PACKAGED = {EMBEDDED: tiny.CHECKPOINT, ENGLISH: english.CHECKPOINT}
-"""Name -> folder in the layout of the Hugging Face hub."""
+PACKAGED = {name: Path(__file__).parent / "weights" / name for name in (EMBEDDED, ENGLISH)}
+"""Name -> folder in the layout of the Hugging Face hub, whose README.md is the model card."""
 _BUILDS = {
-    EMBEDDED: f"python -m {tiny.__name__}.build --out DIR",
-    ENGLISH: f"python -m {english.__name__}.build --corpus DIR",
+    EMBEDDED: "python -m tools.tiny.build --out DIR",
+    ENGLISH: "python -m tools.english.build --corpus DIR",
 }
 
 
@@ -27,7 +26,7 @@ def packaged(name: str) -> Path | None:
     if folder is not None and not (folder / "model.safetensors").exists():
         raise ModelError(
             f"This package holds no weights of the model '{name}': {folder} has no model.safetensors.",
-            f"Train them with `{_BUILDS[name]}` and copy the checkpoint that it writes "
+            f"Train them in FedGuild's repository with `{_BUILDS[name]}` and copy the checkpoint that it writes "
             "to that folder, or give the checkpoint's own folder as model.path.",
         )
     return folder

@@ -6,11 +6,19 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
+from typing import TypeVar
 
 from fedguild.evaluation.statistics import spread
 from fedguild.report.grid import Cell, Grid
 from fedguild.runs.folder import Run
 from fedguild.runs.log import ObservationRecord
+
+Kept = TypeVar("Kept")
+MOST_ROUNDS = 6
+"""Rounds of a figure in `observed_means`: all of them, or so many, evenly spread from the first to the last."""
+MOST_COLUMNS = 8
+"""Columns of a figure that are kept apart; where there are more, one for each client or expert, their mean. Of one
+without columns the rows, beside their mean."""
 
 
 @dataclass(frozen=True)
@@ -113,3 +121,39 @@ def _over_seeds(runs: Sequence[Run]) -> Iterator[tuple[str, str, list[str]]]:
 def _printed(values: Sequence[float]) -> str:
     over = spread(values)
     return f"{over.mean:.4g}" if over.count < 2 else f"{over.mean:.4g} ± {over.std:.2g}"
+
+
+def observed_means(run: Run) -> dict[str, dict[int, float]]:
+    """Returns `figure` or `figure / column` -> round -> the mean of its finite values, with six digits.
+
+    Up to `MOST_ROUNDS` of its rounds are kept, evenly spread. A figure with rows alone has their mean, and each row.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for series in sorted(observed(run), key=lambda one: one.name):
+        for record in evenly(series.records, MOST_ROUNDS):
+            for name, values in _by_column(record).items():
+                if finite := [value for value in values if math.isfinite(value)]:
+                    found.setdefault(name, {})[record.round] = float(f"{fmean(finite):.6g}")
+    return found
+
+
+def _by_column(record: ObservationRecord) -> dict[str, list[float]]:
+    """Returns the values of a figure by column, or all of them where it has none or more than `MOST_COLUMNS`.
+
+    One without columns, but with several rows, has each of its rows too.
+    """
+    if not 0 < len(record.columns) <= MOST_COLUMNS:
+        every = {record.name: [value for row in record.values for value in row]}
+        if record.columns or not 1 < len(record.rows) <= MOST_COLUMNS:
+            return every
+        by_row = zip(record.rows, record.values, strict=True)
+        return every | {f"{record.name} / {row}": list(values) for row, values in by_row}
+    by_column = zip(*record.values, strict=True)
+    return {f"{record.name} / {column}": list(values) for column, values in zip(record.columns, by_column, strict=True)}
+
+
+def evenly(members: Sequence[Kept], most: int) -> list[Kept]:
+    """Returns up to `most` members, evenly spread, the first and the last among them."""
+    if len(members) <= most:
+        return list(members)
+    return [members[round(place * (len(members) - 1) / (most - 1))] for place in range(most)]

@@ -13,6 +13,7 @@ from fedguild.report.costs import ClientTotals, Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
 from fedguild.runs.folder import MEANS, BudgetFacts, ClientScope, Run
 from fedguild.runs.log import EvaluationRecord, RoutingRecord
+from fedguild.score_names import SUMMARIES
 
 _OWN_DATA: tuple[ClientScope, ...] = ("client", "received", "trained")
 """The scores of clients' models on their own data; before training, the first that a run has stands for all."""
@@ -100,6 +101,14 @@ class RunTable:
     pooled: float | None
     deviations: Mapping[str, float]
     clients: tuple[ClientRow, ...]
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """The score of every budget, and the summaries that the run has, by name."""
+        summaries = {name: getattr(self, name) for name in SUMMARIES}
+        return {row.budget.name: row.score for row in self.rows} | {
+            name: value for name, value in summaries.items() if value is not None
+        }
 
     @property
     def smallest(self) -> BudgetRow | None:

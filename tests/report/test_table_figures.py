@@ -1,0 +1,315 @@
+"""Figures of recorded tables: what is drawn are the records' means and intervals, and nothing before all are there."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from matplotlib.colors import to_hex
+from pydantic import ValidationError
+
+from fedguild.config import Table, table_cells, tables
+from fedguild.report import table_figures
+from fedguild.report.style import METHOD_COLOURS, NARROW_WIDTH
+
+TABLE: dict[str, Any] = {
+    "preset": "flame/tiny-tasks",
+    "reference": "t-0",
+    "rows": {"t-0": {}, "t-2": {}, "t-2-by-k": {}},
+    "columns": {"even": {}, "skewed": {}},
+    "figure": {
+        "x": "temperature t",
+        "values": ["0", "2"],
+        "panels": {
+            "Even": {"as published": "t-{x} @ even", "by k": {"0": "t-0 @ even", "2": "t-2-by-k @ even"}},
+            "Skewed": {"as published": "t-{x} @ skewed", "by k": {"0": "t-0 @ skewed", "2": "t-2-by-k @ skewed"}},
+        },
+    },
+}
+MEANS = {
+    ("t-0", "even"): 0.5,
+    ("t-2", "even"): 0.6,
+    ("t-2-by-k", "even"): 0.7,
+    ("t-0", "skewed"): 0.3,
+    ("t-2", "skewed"): 0.2,
+    ("t-2-by-k", "skewed"): 0.4,
+}
+
+
+def records(seeds: int = 3) -> list[table_figures.CellScores]:
+    """Scores 0.1 below, at, and 0.1 above the mean; of one seed, at the mean."""
+    return [
+        table_figures.CellScores(
+            column=column,
+            row=row,
+            seed=seed,
+            scores={"mean": mean + 0.1 * (seed - 1 if seeds > 1 else 0), "b1": 0.0},
+            observations={},
+        )
+        for (row, column), mean in MEANS.items()
+        for seed in range(seeds)
+    ]
+
+
+def first_figure(table: Table, recorded: list[table_figures.CellScores]) -> table_figures.Drawing | None:
+    return table_figures.drawings(table, recorded).get("")
+
+
+def test_the_points_are_the_means_over_the_seeds() -> None:
+    drawn = first_figure(Table.model_validate(TABLE), records())
+    assert drawn is not None
+    found = {
+        (panel, line): [round(score.mean, 9) for score in scores]
+        for panel, lines in drawn.panels.items()
+        for line, scores in lines.items()
+    }
+    assert found == {
+        ("Even", "as published"): [0.5, 0.6],
+        ("Even", "by k"): [0.5, 0.7],
+        ("Skewed", "as published"): [0.3, 0.2],
+        ("Skewed", "by k"): [0.3, 0.4],
+    }
+    assert {score.count for lines in drawn.panels.values() for scores in lines.values() for score in scores} == {3}
+
+
+def test_a_figure_may_draw_a_score_of_its_own_at_a_value() -> None:
+    """Of one cell the scores by budget; the table's score where the figure names none."""
+    figure = {
+        "x": "budget",
+        "values": ["smallest", "mean of all"],
+        "scores": {"smallest": "b4"},
+        "panels": {"": {"t = 2": "t-2 @ even"}},
+    }
+    table = Table.model_validate({**TABLE, "figure": figure})
+    with_budget = [
+        replace(record, scores={"mean": record.scores["mean"], "b4": record.scores["mean"] - 0.25})
+        for record in records()
+    ]
+    drawn = first_figure(table, with_budget)
+    assert drawn is not None
+    assert [round(one.mean, 9) for one in drawn.panels[""]["t = 2"]] == [0.35, 0.6]
+    assert drawn.y == "score"
+    assert first_figure(table, records()) is None, "no run has the budget"
+
+
+GAINS: dict[str, Any] = {
+    "x": "temperature t",
+    "values": ["2", "2 again"],
+    "panels": {
+        "Even": {"as published": "t-2 @ even"},
+        "Skewed": {"by k": {"2": "t-2-by-k @ skewed", "2 again": "t-2 @ skewed"}},
+    },
+    "minus": {"Even": "t-0 @ even", "Skewed": {"2": "t-0 @ skewed", "2 again": "t-0 @ skewed"}},
+}
+
+
+def test_gains_are_taken_seed_by_seed() -> None:
+    """The scores of both cells spread by 0.1 over the seeds, their difference does not."""
+    drawn = first_figure(Table.model_validate({**TABLE, "figure": GAINS}), records())
+    assert drawn is not None
+    told = {line: scores for lines in drawn.panels.values() for line, scores in lines.items()}
+    assert [round(one.mean, 9) for one in told["as published"]] == [0.1, 0.1]
+    assert [round(one.mean, 9) for one in told["by k"]] == [0.1, -0.1]
+    assert max(one.std for scores in told.values() for one in scores) < 1e-12
+    assert {one.count for scores in told.values() for one in scores} == {3}
+    assert drawn.y == "gain in mean score"
+    assert "Skewed, by k: +0.100 ± 0.000 at 2, -0.100 ± 0.000 at 2 again." in table_figures.description(drawn)
+    axes = table_figures.draw(drawn).axes[0]
+    assert any(list(line.get_ydata()) == [0.0, 0.0] for line in axes.lines), "the line at zero"
+
+
+def test_gains_are_of_the_seeds_that_both_cells_have() -> None:
+    some = [one for one in records() if (one.row, one.seed) != ("t-0", 2)]
+    drawn = first_figure(Table.model_validate({**TABLE, "figure": GAINS}), some)
+    assert drawn is not None
+    assert drawn.panels["Even"]["as published"][0].count == 2
+    none = [one for one in records() if one.row != "t-0"]
+    assert first_figure(Table.model_validate({**TABLE, "figure": GAINS}), none) is None
+
+
+@pytest.mark.parametrize(
+    ("minus", "told"),
+    [
+        ({"Even": "t-0 @ even"}, "takes scores from some panels alone; give 'minus' for each .Skewed"),
+        ({"Even": "t-0 @ even", "Skewed": "t-9 @ skewed"}, "minus of 'Skewed' names t-9, no row or column"),
+        ({"Even": "t-0 @ even", "Skewed": {"2": "t-0 @ skewed"}}, "minus of 'Skewed' has no cell for 2 again"),
+    ],
+)
+def test_gains_over_what_is_unknown_are_refused(minus: dict[str, object], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        Table.model_validate({**TABLE, "figure": {**GAINS, "minus": minus}})
+
+
+def test_a_further_figure_is_not_called_as_the_one_over_the_rounds() -> None:
+    with pytest.raises(ValueError, match="cannot be called rounds"):
+        Table.model_validate({**TABLE, "figures": {"rounds": TABLE["figure"]}})
+    further = {**TABLE["figure"], "panels": {"": {"t = 3": "t-3 @ dirichlet-{x}"}}}
+    with pytest.raises(ValueError, match="names t-3, no row or column"):
+        Table.model_validate({**TABLE, "figures": {"further": further}})
+
+
+def test_a_score_for_no_value_of_the_axis_is_refused() -> None:
+    figure = {**TABLE["figure"], "scores": {"4": "b1"}}
+    with pytest.raises(ValidationError, match="a score for 4, no value of its axis"):
+        Table.model_validate({**TABLE, "figure": figure})
+
+
+def test_more_lines_than_colours_are_refused() -> None:
+    lines = {f"line {number}": "t-{x} @ even" for number in range(len(METHOD_COLOURS))}
+    Table.model_validate({**TABLE, "figure": {**TABLE["figure"], "panels": {"": lines}}})
+    panels = {"": lines, "other": {"one more": "t-{x} @ even"}}
+    with pytest.raises(ValidationError, match="the figure has 9 lines; with more than 8 colours would repeat"):
+        Table.model_validate({**TABLE, "figure": {**TABLE["figure"], "panels": panels}})
+
+
+def test_nothing_is_drawn_before_every_cell_is_recorded() -> None:
+    table = Table.model_validate(TABLE)
+    assert first_figure(table.model_copy(update={"figure": None}), records()) is None
+    for cell in MEANS:
+        some = [record for record in records() if (record.row, record.column) != cell]
+        assert first_figure(table, some) is None, cell
+    other = [replace(record, scores={"b1": 0.5}) for record in records()]
+    assert first_figure(table, other) is None, "the table's score is not among them"
+
+
+def test_lines_and_bars_have_the_means_and_the_intervals() -> None:
+    """t(0.975, 2 degrees) = 4.302653: three seeds with a deviation of 0.1 reach 0.248414."""
+    table = Table.model_validate(TABLE)
+    drawn = first_figure(table, records())
+    assert drawn is not None
+    figure = table_figures.draw(drawn)
+    assert figure.get_figwidth() == NARROW_WIDTH < 390 / 96
+    assert [axes.get_title(loc="left") or axes.get_title() for axes in figure.axes] == ["Even", "Skewed"]
+    assert figure.axes[-1].get_xlabel() == "temperature t"
+    assert [label.get_text() for label in figure.axes[-1].get_xticklabels()] == ["0", "2"]
+    for axes, expected in zip(figure.axes, ([[0.5, 0.6], [0.5, 0.7]], [[0.3, 0.2], [0.3, 0.4]]), strict=True):
+        for container, means in zip(axes.containers, expected, strict=True):
+            line, _, (bars,) = container.lines  # type: ignore[attr-defined]
+            assert list(line.get_ydata()) == pytest.approx(means)
+            for mean, segment in zip(means, bars.get_segments(), strict=True):
+                low, high = sorted(point[1] for point in segment)
+                assert (low, high) == pytest.approx((mean - 0.248414, mean + 0.248414), abs=1e-6)
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["as published", "by k"]
+
+
+def test_a_line_has_one_colour_in_all_panels_and_in_the_legend() -> None:
+    panels = {"Even": TABLE["figure"]["panels"]["Even"], "Skewed": {"by k": "t-{x} @ skewed", "alone": "t-2 @ skewed"}}
+    drawn = first_figure(Table.model_validate(TABLE | {"figure": TABLE["figure"] | {"panels": panels}}), records())
+    assert drawn is not None
+    figure = table_figures.draw(drawn)
+    seen: dict[str, set[str]] = {}
+    for axes in figure.axes:
+        for container in axes.containers:
+            seen.setdefault(str(container.get_label()), set()).add(container.lines[0].get_color())  # type: ignore[attr-defined]
+    assert seen.keys() == {"as published", "by k", "alone"}
+    assert len(set.union(*seen.values())) == 3
+    assert all(len(colours) == 1 for colours in seen.values())
+    (legend,) = figure.legends
+    shown = {
+        text.get_text(): to_hex(handle.get_color()[0])  # type: ignore[union-attr]
+        for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
+    }
+    assert shown == {line: to_hex(colours.pop()) for line, colours in seen.items()}
+
+
+def test_one_seed_has_no_interval() -> None:
+    table = Table.model_validate(TABLE)
+    drawn = first_figure(table, records(seeds=1))
+    assert drawn is not None
+    for container in table_figures.draw(drawn).axes[0].containers:
+        line, _, (bars,) = container.lines  # type: ignore[attr-defined]
+        assert all(math.isfinite(value) for value in line.get_ydata())
+        assert all(low[1] == high[1] for low, high in bars.get_segments())
+    assert "Even, as published: 0.500 at 0, 0.600 at 2." in table_figures.description(drawn)
+
+
+def test_the_file_says_every_number_to_who_cannot_see_it() -> None:
+    table = Table.model_validate(TABLE)
+    drawn = first_figure(table, records())
+    assert drawn is not None
+    told = table_figures.description(drawn)
+    assert told.startswith(
+        "The mean score by temperature t. Even, as published: 0.500 ± 0.248 at 0, 0.600 ± 0.248 at 2."
+    )
+    file = table_figures.svg("one-two", drawn)
+    assert f'aria-label="{told}"' in file
+    assert 'xmlns="http://www.w3.org/2000/svg"' in file
+    assert file == table_figures.svg("one-two", drawn)
+    sized = table_figures.svg_file("one-two", drawn)
+    assert sized.startswith(f'<svg width="{NARROW_WIDTH * 96:.0f}" height="'), "an image of it would fill the page"
+    assert sized.partition(' class="')[2] == file.partition(' class="')[2]
+
+
+ROUNDS = {"figure": "drift", "panels": {"Even": {"t = 0": "t-0 @ even", "t = 2": "t-2 @ even"}}}
+
+
+def test_a_methods_own_figure_is_drawn_over_the_rounds() -> None:
+    """Its means over the seeds; only where every record of a line has the same rounds."""
+    table = Table.model_validate({**TABLE, "rounds": ROUNDS})
+    reported = [
+        replace(record, observations={"drift": {1: 2.0 + record.seed, 4: 10 * MEANS[record.row, "even"]}})
+        for record in records()
+    ]
+    drawn = table_figures.over_rounds(table, reported)
+    assert drawn is not None
+    assert (drawn.x, drawn.values, list(drawn.panels)) == ("round", ("1", "4"), ["Even"])
+    found = {line: [one.mean for one in spreads] for line, spreads in drawn.panels["Even"].items()}
+    assert found == {"t = 0": pytest.approx([3.0, 5.0]), "t = 2": pytest.approx([3.0, 6.0])}
+    told = table_figures.description(drawn)
+    assert told.startswith("The drift by round. Even, t = 0: 3 ± 2.48 at 1, 5 ± 0 at 4.")
+    (axes,) = table_figures.draw(drawn).axes
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("drift", "round")
+    assert axes.get_ylim()[1] > 5.4
+    assert list(table_figures.drawings(table, reported)) == ["", "rounds"]
+    assert list(table_figures.drawings(table, records())) == [""]
+    further = table.model_copy(update={"figures": {"again": table.figure}})
+    assert list(table_figures.drawings(further, reported)) == ["", "again", "rounds"]
+    for change in ({}, {"drift": {1: 2.0}}):
+        others = [*reported[1:], replace(reported[0], observations=change)]
+        assert table_figures.over_rounds(table, others) is None, change
+    without = [record for record in reported if record.row != "t-2"]
+    assert table_figures.over_rounds(table, without) is None
+
+
+def test_a_figure_over_the_rounds_names_cells_of_the_table() -> None:
+    with pytest.raises(ValidationError, match="line 'a' names odd, no row or column"):
+        Table.model_validate({**TABLE, "rounds": {"figure": "drift", "panels": {"": {"a": "t-0 @ odd"}}}})
+
+
+@pytest.mark.parametrize(
+    ("panels", "told"),
+    [
+        ({"Even": {"as published": "t-{x} @ odd"}}, "line 'as published' names odd, no row or column"),
+        ({"Even": {"as published": "u-{x} @ even"}}, "line 'as published' names u-0, no row or column"),
+        ({"Even": {"as published": {"0": "t-0 @ even"}}}, "line 'as published' has no cell for 2"),
+        ({"Even": {"as published": "t-{x}"}}, "line 'as published' names all, no row or column"),
+    ],
+)
+def test_a_figure_of_unknown_cells_is_refused(panels: dict[str, object], told: str) -> None:
+    with pytest.raises(ValidationError, match=told):
+        Table.model_validate({**TABLE, "figure": {**TABLE["figure"], "panels": panels}})
+
+
+def test_every_table_that_decides_has_a_figure_of_its_cells() -> None:
+    deciding = [table for table in tables() if table.name.endswith("/decide-english")]
+    assert len(deciding) == 4
+    for shipped in deciding:
+        table = shipped.load()
+        assert table.figure is not None, shipped.name
+        drawn = {
+            cell
+            for figure in table.drawn_scores.values()
+            for panel, lines in figure.panels.items()
+            for cells in (*(figure.cells(panel, line) for line in lines), figure.subtracted(panel))
+            for cell in cells
+        }
+        cells = {(cell.row, cell.column) for cell in table_cells(shipped.name, table)}
+        assert cells == drawn, shipped.name
+        if table.rounds is not None:
+            over_rounds = {
+                table.rounds.cell(panel, line) for panel, lines in table.rounds.panels.items() for line in lines
+            }
+            assert cells == over_rounds, shipped.name

@@ -1,0 +1,307 @@
+"""Remarks on recorded tables, against values worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from fedguild.config.table import Table
+from fedguild.errors import DataError
+from tests.tools.records import cell_record
+from tools.records.cells import CellRecord
+from tools.records.remarks import render_overview, render_remark
+
+TABLE = {
+    "preset": "{row}/tiny-tasks",
+    "reference": "ours",
+    "rows": {"theirs": {}, "ours": {}, "more": {"score": "trained"}, "unrun": {}},
+    "columns": {"short": {}, "long": {}},
+}
+SEEDS = {
+    "theirs": [(0.45, 0.20, 0.30), (0.50, 0.30, 0.35), (0.55, 0.40, 0.40)],
+    "ours": [(0.50, 0.40, 0.60), (0.60, 0.40, 0.62), (0.70, 0.40, 0.64)],
+    "more": [(0.7, 0.7, 0.9)],
+}
+"""Row -> mean, b4 and trained of its seeds: ours leads by 0.05, 0.1 and 0.15, at b4 by 0.2, 0.1 and 0."""
+PERPLEXITY = {"theirs": {"b1": 2.0, "b4": 8.0}, "ours": {"b1": 1.5, "b4": 1.5}, "more": {"trained": 1.26}}
+
+
+def record(row: str, seed: int, column: str = "short", **changes: Any) -> CellRecord:
+    mean, last, trained = SEEDS[row][seed]
+    given: dict[str, Any] = {
+        "scores": {"b1": 2 * mean - last, "b4": last, "mean": mean, "trained": trained},
+        "perplexity": PERPLEXITY[row],
+        "observations": {"drift / layer 1": {1: 0.08 + 0.01 * seed, 4: 0.05}} if row == "ours" else {},
+        "training_flops": {} if row == "more" else {"b1": 3e9, "b4": 800e6},
+        "upload_bytes": 3e6 if row == "ours" else 2e6,
+        "download_bytes": 3e6,
+    }
+    return cell_record(row, seed, column, **{**given, **changes})
+
+
+def records() -> list[CellRecord]:
+    """Three seeds of short, but one of `more`; of long two of ours, and a third one of theirs."""
+    short = [record(row, seed) for row, of_row in SEEDS.items() for seed in range(len(of_row))]
+    return [*short, record("ours", 0, "long"), record("ours", 1, "long"), record("theirs", 2, "long")]
+
+
+def rendered(text: str, given: list[CellRecord] | None = None, **changes: Any) -> str:
+    table = Table.model_validate({**TABLE, **changes})
+    return render_remark(text, "one/two", {"one/two": (table, records() if given is None else given)})
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        ("score('ours', 'short')", "0.600"),
+        ("score('ours', 'long')", "0.550"),
+        ("score('theirs', 'short', 'b4')", "0.300"),
+        ("score('more', 'short')", "0.900"),
+        ("score('more', 'short', 'mean', digits=1)", "0.7"),
+        ("score(['ours', 'theirs'], 'short')", "0.500 to 0.600"),
+        ("score('ours', ['short', 'long'], ['mean', 'b4'])", "0.400 to 0.600"),
+        ("score(['ours', 'theirs'], 'short') | min", "0.500"),
+        ("score(['ours', 'theirs'], 'short') | max", "0.600"),
+        ("score('ours', ['short', 'long'], digits=0)", "1"),
+    ],
+)
+def test_a_score_is_the_mean_over_the_seeds(call: str, written: str) -> None:
+    """By default the row's own, with three decimals; of several the ends, once where they read alike."""
+    assert rendered(f"{{{{ {call} }}}}") == written
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        ("gain('ours', 'theirs', 'short')", "0.100 ± 0.124"),
+        ("gain('theirs', 'ours', 'short')", "−0.100 ± 0.124"),
+        ("gain('ours', 'theirs', 'short', 'b4')", "0.100 ± 0.248"),
+        ("gain('ours', 'theirs', 'short', over='trained')", "0.250 ± 0.124"),
+        ("gain('ours', 'ours', 'short', 'trained', over='mean')", "0.020 ± 0.199"),
+        ("gain('ours', 'ours', 'short')", "0.000 ± 0.000"),
+        ("gain('more', 'ours', 'short')", "0.200"),
+        ("mean_gain('ours', 'theirs', 'short')", "0.100"),
+        ("mean_gain('theirs', 'ours', 'short', digits=2)", "−0.10"),
+        ("mean_gain('ours', 'theirs', 'short', ['mean', 'trained'])", "0.100 to 0.270"),
+        ("mean_gain('theirs', ['ours', 'more'], 'short')", "−0.250 to −0.100"),
+        ("mean_gain('theirs', 'ours', 'short', digits=0)", "0"),
+        ("half_width('ours', 'theirs', 'short')", "0.124"),
+        ("half_width('ours', 'theirs', 'short', ['mean', 'b4'])", "0.124 to 0.248"),
+        ("half_width('ours', 'theirs', 'short', ['mean', 'b4'], digits=2) | max", "0.25"),
+    ],
+)
+def test_a_gain_is_the_paired_difference_with_its_interval(call: str, written: str) -> None:
+    """t(0.975, 2 degrees) = 4.302653: a deviation of 0.05 over three seeds gives 0.1242, of 0.1 0.2484, of 0.08 0.1987.
+
+    No plus, and a true minus, which no zero has; one seed has no interval.
+    """
+    assert rendered(f"{{{{ {call} }}}}") == written
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        ("perplexity('theirs', 'short', 'b4')", "8.00"),
+        ("perplexity('theirs', 'short')", "4.00"),
+        ("perplexity('more', 'short')", "1.26"),
+        ("perplexity('more', 'short', digits=1)", "1.3"),
+        ("perplexity(['theirs', 'ours'], 'short', 'b1')", "1.50 to 2.00"),
+    ],
+)
+def test_a_perplexity_over_budgets_is_their_geometric_mean(call: str, written: str) -> None:
+    """That of 2 and 8 is 4."""
+    assert rendered(f"{{{{ {call} }}}}") == written
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        ("nats('ours', 'theirs', 'short', 'b4')", "−0.100 ± 0.124"),
+        ("nats('theirs', 'ours', 'short', 'b4')", "0.100 ± 0.124"),
+        ("nats('ours', 'theirs', 'short', 'b4', over='b1')", "0.900 ± 0.124"),
+        ("nats('ours', 'theirs', 'short')", "−0.050 ± 0.062"),
+    ],
+)
+def test_nats_are_the_paired_difference_of_log_perplexities(call: str, written: str) -> None:
+    """At b4 theirs lose one nat and ours 0.05, 0.1 and 0.15 fewer, at b1 both none; the mean is over the budgets."""
+    given = [
+        record(row, seed, perplexity={"b1": 1.0, "b4": math.exp(1 - saved)})
+        for row, of_row in (("theirs", (0, 0, 0)), ("ours", (0.05, 0.1, 0.15)))
+        for seed, saved in enumerate(of_row)
+    ]
+    assert rendered(f"{{{{ {call} }}}}", given) == written
+
+
+@pytest.mark.parametrize(
+    ("call", "written"),
+    [
+        ("cost('FLOPs', 'ours', 'short')", "1.90 GFLOP"),
+        ("cost('FLOPs', 'ours', 'short', budget='b4')", "800 MFLOP"),
+        ("cost('up', 'ours', 'short')", "3.00 MB"),
+        ("cost_ratio('up', 'ours', 'theirs', 'short')", "1.50"),
+        ("cost_ratio('up', 'theirs', 'ours', 'short')", "0.67"),
+        ("cost_ratio('down', 'ours', 'more', 'short')", "1.00"),
+    ],
+)
+def test_costs_are_written_as_in_the_tables(call: str, written: str) -> None:
+    """FLOPs of the budgets, 3 G and 0.8 G, have a mean of 1.9 G."""
+    assert rendered(f"{{{{ {call} }}}}") == written
+
+
+@pytest.mark.parametrize(
+    ("options", "written"),
+    [
+        ("", "0.05"),
+        (", 'first'", "0.09"),
+        (", digits=1", "0.1"),
+        (", ['first', 'last'], digits=0, percent=true", "5 to 9"),
+    ],
+)
+def test_an_observation_is_that_of_an_end_of_the_rounds(options: str, written: str) -> None:
+    """In the first round 0.08, 0.09 and 0.10."""
+    assert rendered(f"{{{{ observation('drift / layer 1', 'ours', 'short'{options}) }}}}") == written
+
+
+def test_the_only_column_need_not_be_named() -> None:
+    of_one = [one.model_copy(update={"column": "all"}) for one in records() if one.column == "short"]
+    text = "{{ score('ours') }}, {{ gain('ours', 'theirs') }}, {{ cost('up', 'ours') }}"
+    assert rendered(text, of_one, columns={"all": {}}) == "0.600, 0.100 ± 0.124, 3.00 MB"
+
+
+def test_a_gain_without_a_score_is_of_the_tables() -> None:
+    """As a claim's is, also where the row shows another."""
+    assert rendered("{{ gain('ours', 'theirs', 'short') }}", score="trained") == "0.270 ± 0.075"
+
+
+def test_lines_are_joined_into_paragraphs() -> None:
+    text = "{% set both = ['ours', 'theirs'] %}\nOne\n  has {{ score(both, 'short') }},\nno more.\n \n\nAnother.\n"
+    assert rendered(text) == "One has 0.500 to 0.600, no more.\n\nAnother."
+    assert rendered("\n") == ""
+
+
+@pytest.mark.parametrize(
+    ("call", "said", "hint"),
+    [
+        (
+            "score('our', 'short')",
+            "the table has no row 'our'",
+            "Did you mean 'ours'? Known: more, ours, theirs, unrun.",
+        ),
+        ("score('unrun', 'short')", "row 'unrun' has no records in short", "Recorded there: theirs, ours, more."),
+        ("score('ours', 'shor')", "the table has no column 'shor'", "Did you mean 'short'? Known: long, short."),
+        ("score('ours')", "the table has several columns, and none is named", "Known: short, long."),
+        ("score('ours', 'short', 'b9')", "ours has no score 'b9'", "Known: b1, b4, mean, trained."),
+        ("perplexity('ours', 'short', 'mtal')", "ours has no perplexity of the score 'mtal'", "Known: b1, b4, mean."),
+        ("gain('ours', 'their', 'short')", "the table has no row 'their'", "Did you mean 'theirs'?"),
+        ("gain('ours', 'unrun', 'short')", "row 'unrun' has no records in short", "Recorded there"),
+        ("gain('ours', 'theirs', 'short', over='mtal')", "theirs has no score 'mtal'", "Known: b1, b4"),
+        ("gain('ours', 'theirs', 'long')", "ours and theirs have no seed in common in long", ""),
+        ("gain('ours', ['theirs', 'more'], 'short')", "gain is of one row over one other", ""),
+        ("nats('ours', ['theirs', 'theirs'], 'short', 'b1')", "nats is of one row over one other", ""),
+        ("nats('ours', 'theirs', 'short', 'mtal')", "ours has no perplexity of the score 'mtal'", "Known: b1, b4"),
+        ("half_width('more', 'ours', 'short')", "more and ours have one seed in common, which has no interval", ""),
+        ("cost('down', 'ours', 'short', budget='b1')", "down is of all budgets", ""),
+        ("cost('upload', 'ours', 'short')", "the table has no cost 'upload'", "Known: FLOPs, down, up."),
+        ("cost('FLOPs', 'more', 'short')", "more has no FLOPs on record", ""),
+        ("cost('FLOPs', 'ours', 'short', budget='b2')", "ours has no budget with FLOPs 'b2'", "Known: b1, b4."),
+        ("cost_ratio('FLOPs', 'ours', 'more', 'short')", "ours and more have FLOPs on record of no seed in common", ""),
+        ("observation('drift', 'ours', 'short')", "ours has no observation 'drift'", "Known: drift / layer 1."),
+        ("observation('drift / layer 1', 'ours', 'short', 'end')", "an observation has no end 'end'", "first, last."),
+        ("lead('ours', 'theirs')", "'lead' is undefined", "It may call score, perplexity, gain, mean_gain,"),
+        ("score('ours', colum='short')", "unexpected keyword argument 'colum'", "It may call score"),
+        ("score('ours', 'short'", "unexpected '}'", "It may call score"),
+    ],
+)
+def test_what_a_remark_names_wrongly_is_told_with_what_is_known(call: str, said: str, hint: str) -> None:
+    with pytest.raises(DataError) as caught:
+        rendered(f"{{{{ {call} }}}}")
+    assert caught.value.message.startswith("The remark of one/two: ")
+    assert said in caught.value.message
+    assert hint in caught.value.hint
+
+
+def test_the_nearest_rival_is_the_best_row_that_costs_no_less() -> None:
+    """A row that sends 3 % less is no rival, one with 1.5 % less is; so is none that lacks a seed."""
+    rows = {name: {} for name in ("ours", "equal", "cheap", "dear", "variant", "nearly", "partial", "unrun")}
+    means = {"ours": 0.6, "equal": 0.45, "nearly": 0.5, "cheap": 0.7, "dear": 0.4, "variant": 0.65, "partial": 0.59}
+    bytes_up = {
+        "ours": 3e6,
+        "equal": 3e6,
+        "nearly": 2.955e6,
+        "cheap": 2.91e6,
+        "dear": 9e6,
+        "variant": 3e6,
+        "partial": 3e6,
+    }
+    given = [
+        record("ours", 0).model_copy(
+            update={
+                "row": row,
+                "seed": seed,
+                "scores": {"mean": mean + 0.01 * seed, "trained": mean - 0.3},
+                "upload_bytes": bytes_up[row],
+                "training_flops": {} if row == "dear" else {"b1": 3e9},
+            }
+        )
+        for row, mean in means.items()
+        for seed in (0, 1)
+        if (row, seed) != ("partial", 1)
+    ]
+
+    def found(call: str) -> str:
+        return rendered(f"{{{{ {call} }}}}", given, rows=rows)
+
+    assert found("nearest_rival('ours', 'short', without=['variant'])") == "0.100 ± 0.000 (nearly)"
+    assert found("nearest_rival('ours', 'short')") == "−0.050 ± 0.000 (variant)"
+    assert found("nearest_rival('equal', 'short', without=['variant', 'ours', 'nearly'])") == "0.050 ± 0.000 (dear)"
+    assert found("nearest_rival('ours', 'short', over='trained', without=['variant'])").endswith(" (nearly)")
+    assert found("nearest_rival('dear', 'short', at_any_cost=true)") == "−0.300 ± 0.000 (cheap)"
+    assert found("nearest_rival('ours', 'short', among=['equal', 'dear'])") == "0.150 ± 0.000 (equal)"
+    with pytest.raises(DataError, match="every other row costs less than dear in some way"):
+        found("nearest_rival('dear', 'short')")
+    with pytest.raises(DataError, match="the table has no row 'variants'"):
+        found("nearest_rival('ours', 'short', without=['variants'])")
+    with pytest.raises(DataError, match="row 'unrun' has no records in short"):
+        found("nearest_rival('unrun', 'short')")
+
+
+def test_a_remark_calls_other_tables_too() -> None:
+    recorded = {
+        "one/two": (Table.model_validate(TABLE), records()),
+        "one/three": (Table.model_validate(TABLE), [record("ours", 0)]),
+    }
+    text = "{{ score('ours', 'short') }}, there {{ of('one/three').score('ours', 'short') }}"
+    assert render_remark(text, "one/two", recorded) == "0.600, there 0.500"
+    assert render_remark(text, "one/three", recorded) == "0.500, there 0.500"
+    with pytest.raises(DataError, match="The remark of one/two: there are no records of 'one/thre'") as error:
+        render_remark("{{ of('one/thre').score('ours', 'short') }}", "one/two", recorded)
+    assert "one/three" in error.value.hint
+
+
+def test_an_overview_calls_several_tables_and_keeps_the_rows_of_a_table() -> None:
+    recorded = {
+        "one/two": (Table.model_validate(TABLE), records()),
+        "one/three": (Table.model_validate(TABLE), [record("ours", 0), record("theirs", 2)]),
+    }
+    text = """
+        Ours gains {{ of('one/two').gain('ours', 'theirs', 'short') }},
+        and {{ of('one/three').score('ours', 'short') }} is its score.
+
+        | table | score |
+        | --- | --- |
+        {% set two = of('one/two') %}
+        | two | {{ two.score('theirs', 'short') }} |
+    """
+    assert render_overview(text, "one", recorded) == (
+        "Ours gains 0.100 ± 0.124, and 0.500 is its score.\n\n| table | score |\n| --- | --- |\n| two | 0.500 |"
+    )
+    with pytest.raises(DataError, match="The overview of one: there are no records of 'one/twoo'") as error:
+        render_overview("{{ of('one/twoo').score('ours', 'short') }}", "one", recorded)
+    assert "one/two" in error.value.hint
+    with pytest.raises(DataError, match=r"The overview of one, of\('one/two'\): the table has no row 'our'"):
+        render_overview("{{ of('one/two').score('our', 'short') }}", "one", recorded)
+    with pytest.raises(DataError, match="The overview of one: 'score' is undefined") as error:
+        render_overview("{{ score('ours', 'short') }}", "one", recorded)
+    assert error.value.hint == "It may call of."

@@ -1,0 +1,126 @@
+"""The layout of the documentation's site; `make site` builds it, with warnings as errors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import fedguild
+from tools import website
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def laid_out(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    folder = tmp_path_factory.mktemp("site") / "pages"
+    return folder, website.lay_out(folder)
+
+
+def test_links_lead_to_pages(laid_out: tuple[Path, dict[str, str]]) -> None:
+    folder, pages = laid_out
+    for path, text in pages.items():
+        for match in website.LINK.finditer(website.FENCE.sub("", text)):
+            if not re.match(r"[a-z]+:", match["target"]):
+                target = (folder / path).parent / match["target"]
+                assert target.is_file(), f"{path}: {match['target']}"
+                assert target.resolve().is_relative_to(folder), f"{path}: {match['target']}"
+    source = "source/src/fedguild/methods/flame.py.md"
+    assert f"../{source}" in pages["methods/flame.md"]
+    assert (ROOT / "src/fedguild/methods/flame.py").read_text().rstrip() in pages[source]
+
+
+def test_images_are_pictures(laid_out: tuple[Path, dict[str, str]]) -> None:
+    """And not pages with a picture's source."""
+    folder, pages = laid_out
+    shown = 0
+    for path, text in pages.items():
+        for target in re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", website.FENCE.sub("", text)):
+            if not re.match(r"[a-z]+:", target):
+                assert target.endswith(website.PICTURES), f"{path}: {target}"
+                assert ((folder / path).parent / target).is_file(), f"{path}: {target}"
+                shown += 1
+    assert shown > 20
+
+
+def test_every_page_is_in_the_navigation_once(laid_out: tuple[Path, dict[str, str]]) -> None:
+    pages = laid_out[1]
+    shown = list(website._leaves(website.config(pages)["nav"]))
+    assert len(set(shown)) == len(shown)
+    expected = {page for page in pages if not page.startswith("source/") and page != "methods/records/README.md"}
+    assert set(shown) == expected
+
+
+def test_the_first_pages_are_those_that_a_newcomer_needs() -> None:
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert nav[0]["Start"][:3] == ["index.md", "guides/first-run.md", "guides/choose-a-method.md"]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    text = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    missing = [name for name, module in fedguild._MODULES.items() if f"::: fedguild.{module}.{name}\n" not in text]
+    assert not missing
+
+
+def test_every_name_in_the_reference_has_a_docstring() -> None:
+    from pkgutil import resolve_name
+
+    for page in (ROOT / "docs" / "reference").glob("*.md"):
+        names = re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)
+        for name in names:
+            module, _, attribute = name.rpartition(".")
+            assert resolve_name(f"{module}:{attribute}").__doc__, name
+
+
+def test_every_method_is_in_the_decision_table() -> None:
+    text = (ROOT / "docs/guides/choose-a-method.md").read_text()
+    named = set(re.findall(r"\(\.\./methods/([\w-]+)\.md\)", text)) - {"index", "results"}
+    methods = {page.stem for page in (ROOT / "docs/methods").glob("*.md")} - {"index", "results", "costs"}
+    assert methods - named == {"fedptuning", "trivial"}, "as fedprompt; a yardstick"
+
+
+def test_a_link_to_nothing_is_named() -> None:
+    with pytest.raises(website.BrokenLinkError, match=r"docs/index\.md links to nowhere\.md, which is not there"):
+        website.with_links("[a](nowhere.md)", "index.md", {})
+    text = "```\n[a](nowhere.md)\n```\n[b](https://example.org/x) [c](log.md#d)"
+    assert website.with_links(text, "index.md", {}) == text
+
+
+def test_links_of_other_files_and_folders() -> None:
+    sources: dict[str, Path] = {}
+    text = website.with_links("[a](../../CONTRIBUTING.md#b) [c](../../src/fedguild/methods)", "guides/x.md", sources)
+    assert text == "[a](../contributing.md#b) [c](../source/src/fedguild/methods/__init__.py.md)"
+    assert sources == {"source/src/fedguild/methods/__init__.py.md": ROOT / "src/fedguild/methods/__init__.py"}
+    assert website.with_links("[a](docs/log.md)", "contributing.md", {}) == "[a](log.md)"
+
+
+def test_a_notebook_is_a_page(laid_out: tuple[Path, dict[str, str]]) -> None:
+    page = laid_out[1]["notebooks/python-api.md"]
+    assert page.startswith("# ")
+    assert "```python\nimport" in page
+
+
+def test_a_notebooks_figures_and_tables_are_on_its_page(laid_out: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    page = laid_out[1]["notebooks/python-api.md"]
+    notebook = json.loads((ROOT / "docs/notebooks/python-api.ipynb").read_text())
+    shown = ["".join(one["data"]["text/html"]) for one in _outputs(notebook) if "text/html" in one.get("data", {})]
+    assert len(shown) > 5
+    for tag in ("<svg", "<table", "</table>", "</svg>"):
+        assert page.count(tag) == sum(one.count(tag) for one in shown) > 0
+    plain = [one["data"]["text/plain"] for one in _outputs(notebook) if list(one.get("data", {})) == ["text/plain"]]
+    assert plain
+    assert all("".join(one) in page for one in plain)
+    blocks = page.split('<div class="output">\n')[1:]
+    assert len(blocks) == len(shown)
+    for block in blocks:
+        inside = block.partition("\n</div>\n\n")[0]
+        assert not re.search(r"^\s*$|^\s", inside, re.MULTILINE), "Markdown would end the HTML there, or show code"
+
+
+def _outputs(notebook: dict[str, Any]) -> list[dict[str, Any]]:
+    return [output for cell in notebook["cells"] for output in cell.get("outputs", ())]

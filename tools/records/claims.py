@@ -1,0 +1,181 @@
+"""The papers' claims by recorded cells: paired differences, a word for each, and what the seeds could have shown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import Literal, get_args
+
+from fedguild.config.table import ONLY_COLUMN, Claim, Table
+from fedguild.evaluation.statistics import Spread, half_width, paired_difference
+from fedguild.report import units
+from fedguild.score_names import TITLES
+from tools.records.cells import CellRecord, nats_per_token
+from tools.records.summary import by_row, cost_ratios
+
+Word = Literal["holds", "does not hold", "undecided at this scale", "not recorded"]
+Values = Callable[[CellRecord], Mapping[str, float]]
+"""What is compared: score -> its value, the score itself or another figure of the same model and examples."""
+PERPLEXITY_SAYS: Mapping[Word, str] = {
+    "holds": "agrees",
+    "does not hold": "disagrees",
+    "undecided at this scale": "undecided",
+    "not recorded": units.MISSING,
+}
+"""A verdict by nats per token -> what perplexity says of the claim."""
+ROUNDING = 1e-9
+"""A deviation of scores below this is rounding."""
+FEWEST_SEEDS = 3
+"""Seeds without which nothing is decided: two that agree by chance have a narrow interval."""
+
+
+def folded_claims(table: Table, records: Sequence[CellRecord]) -> str:
+    """Returns `claims_markdown`, folded away under a line with the number of each verdict; empty without a claim."""
+    if not table.claims:
+        return ""
+    claims = claims_markdown(table, records)
+    counts = {word: claims.count(f"| **{word}**") for word in get_args(Word)}
+    told = ", ".join(f"{word} {count}" for word, count in counts.items() if count)
+    return f'<details markdown="1">\n<summary>Claims by column: {told}</summary>\n\n{claims}\n</details>\n'
+
+
+def claims_markdown(table: Table, records: Sequence[CellRecord]) -> str:
+    """Returns a table of the claims by column: a verdict, what perplexity says, the costs, and what could be shown."""
+    lines = [
+        "| claim | column | verdict | perplexity | costs | seeds | differences, 95 % interval | smallest shown |",
+        "| :--- | :--- | :--- | :--- | :--- | ---: | :--- | ---: |",
+    ]
+    for claim in table.claims:
+        for column in claim.columns or table.columns:
+            cells = by_row(table, [record for record in records if record.column == column])
+            score = claim.score or table.score
+            found = {row: difference(cells, claim.higher, row, score, claim.over) for row in claim.lower}
+            of = f", {TITLES.get(claim.over, claim.over)}" if claim.over else ""
+            shown = "<br>".join(f"− {row}{of}: {interval(gap)}" for row, gap in found.items())
+            where = "" if column == ONLY_COLUMN else column
+            word = f"**{verdict(found.values())}**{_reservation(found.values())}"
+            seeds, least = _seeds(found.values()), _could_show(found.values())
+            says = by_perplexity(cells, claim, score, seeds)
+            one_row = set(claim.lower) == {claim.higher}
+            costs = units.MISSING if one_row else cost_ratios(cells, claim.higher, claim.lower)
+            lines.append(f"| {claim.says} | {where} | {word} | {says} | {costs} | {seeds} | {shown} | {least} |")
+    return "\n".join([*lines, ""])
+
+
+def by_perplexity(cells: Mapping[str, Sequence[CellRecord]], claim: Claim, score: str, seeds: str = "") -> str:
+    """Returns what perplexity says of a claim, by the rule of its verdict: the row is to lose fewer nats per token.
+
+    It says by how many seeds where these are not the verdict's.
+
+    Args:
+        cells: Row -> its records.
+        claim: The claim.
+        score: The score of its higher row.
+        seeds: How many seeds the verdict rests on; empty: not compared.
+    """
+    saved = [
+        difference(cells, row, claim.higher, claim.over or score, score, values=nats_per_token) for row in claim.lower
+    ]
+    says, of = PERPLEXITY_SAYS[verdict(saved)], _seeds(saved)
+    return says if says == units.MISSING or of == (seeds or of) else f"{says} ({of} seeds)"
+
+
+def _could_show(differences: Iterable[Spread | None]) -> str:
+    """Returns the lead that would have been shown over every row: the largest half width of the intervals.
+
+    It is `–` where a difference is missing, has one seed, or does not vary.
+    """
+    every = list(differences)
+    widths = [half_width(gap) for gap in every if gap is not None and gap.count > 1 and not _is_constant(gap)]
+    return f"{max(widths):.3f}" if widths and len(widths) == len(every) else units.MISSING
+
+
+def _reservation(differences: Iterable[Spread | None]) -> str:
+    """Returns what a verdict is to be read with: too few seeds, or differences that do not vary."""
+    known = [gap for gap in differences if gap is not None]
+    if any(gap.count < FEWEST_SEEDS for gap in known):
+        return f", with fewer than {FEWEST_SEEDS} seeds"
+    return ", without any spread over the seeds" if any(_is_constant(gap) for gap in known) else ""
+
+
+def _is_constant(gap: Spread) -> bool:
+    """Whether several seeds gave one and the same difference, which leaves the interval without a width."""
+    return gap.count > 1 and gap.std < ROUNDING
+
+
+def _seeds(differences: Iterable[Spread | None]) -> str:
+    """Returns how many seeds a verdict rests on: 5, or 3 to 5 where the differences have unequally many."""
+    counts = sorted({0 if gap is None else gap.count for gap in differences})
+    return str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+
+
+def verdict(differences: Iterable[Spread | None]) -> Word:
+    """Returns what the paired differences of a row to those that it should be above say.
+
+    It holds where every difference's 95 % interval lies above 0, and does not where some interval lies below it. With
+    fewer than `FEWEST_SEEDS` seeds it is undecided.
+    """
+    every = list(differences)
+    if not every or any(gap is None for gap in every):
+        return "not recorded"
+    if any(gap.count < FEWEST_SEEDS for gap in every if gap is not None):
+        return "undecided at this scale"
+    ends = [(gap.mean - half_width(gap), gap.mean + half_width(gap)) for gap in every if gap is not None]
+    if all(low > 0 for low, _ in ends):
+        return "holds"
+    return "does not hold" if any(high < 0 for _, high in ends) else "undecided at this scale"
+
+
+def scores_of(record: CellRecord) -> Mapping[str, float]:
+    """Returns the scores of a record."""
+    return record.scores
+
+
+def difference(
+    cells: Mapping[str, Sequence[CellRecord]],
+    row: str,
+    other: str,
+    score: str,
+    over: str | None = None,
+    values: Values = scores_of,
+) -> Spread | None:
+    """Returns the spread of the seedwise differences of two rows in a score; None without a seed that both have.
+
+    Args:
+        cells: Row -> its records.
+        row: The row.
+        other: The row that it is compared with.
+        score: The score.
+        over: The other row's score; None: the same.
+        values: What is compared of the scores' models; by default the scores.
+    """
+    first, second = (
+        {record.seed: found[of] for record in cells.get(name, ()) if of in (found := values(record))}
+        for name, of in ((row, score), (other, over or score))
+    )
+    shared = first.keys() & second.keys()
+    if not shared:
+        return None
+    return paired_difference({seed: first[seed] for seed in shared}, {seed: second[seed] for seed in shared})
+
+
+def smallest_shown(cells: Mapping[str, Sequence[CellRecord]], reference: str, score: str) -> float | None:
+    """Returns the smallest mean difference to the reference that the seeds could have shown.
+
+    It is the half width of the 95 % interval at the typical spread: the root mean square over the rows of the deviation
+    of their paired differences. None with fewer than two seeds.
+    """
+    gaps = [difference(cells, row, reference, score) for row in cells if row != reference]
+    known = [gap for gap in gaps if gap is not None and gap.count > 1]
+    if not known:
+        return None
+    typical = math.sqrt(fmean(gap.std**2 for gap in known))
+    return half_width(Spread(0.0, typical, min(gap.count for gap in known)))
+
+
+def interval(gap: Spread | None) -> str:
+    """Returns a difference with its 95 % interval: `+0.062 ± 0.077`; alone with one seed, `–` where it is None."""
+    if gap is None:
+        return units.MISSING
+    return f"{units.signed(gap.mean)} ± {half_width(gap):.3f}" if gap.count > 1 else units.signed(gap.mean)

@@ -1,0 +1,1 @@
+"""Training of the packaged model `embedded`, a very small OLMoE, from nothing but a seed."""
