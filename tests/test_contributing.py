@@ -41,7 +41,7 @@ def block(language: str, containing: str) -> str:
 
 @pytest.fixture
 def preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
-    """Installs the method as a package of its own and writes the preset of the guide; returns the preset's path."""
+    """Installs the method as a package of its own and writes a config with the guide's options; returns its path."""
     if "fedavgm" in methods.METHODS:
         pytest.skip("the example was typed in, and is tested like any method that ships")
     site = tmp_path / "site"
@@ -53,7 +53,8 @@ def preset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> str:
     monkeypatch.syspath_prepend(site)
     monkeypatch.delitem(sys.modules, "fedavgm", raising=False)
     path = tmp_path / "fedavgm.yaml"
-    path.write_text(block("yaml", "extends: flame/tiny-tasks"))
+    part = yaml.safe_load(block("yaml", "setup: flame"))
+    path.write_text(yaml.safe_dump({"extends": "fedavgm/tiny-tasks", "method": part["method"]}))
     return str(path)
 
 

@@ -20,12 +20,12 @@ class FedGuildError(Exception):
     Examples:
         >>> import fedguild
         >>> try:
-        ...     fedguild.run("flame/tiny-task")
+        ...     fedguild.run("nowhere.yaml")
         ... except fedguild.FedGuildError as error:
         ...     print(error.message)
         ...     print(error.hint)
-        'flame/tiny-task' is neither a preset nor a config file.
-        Did you mean 'flame/tiny-tasks'? `fedguild presets --all` lists the presets.
+        There is no config file nowhere.yaml.
+        `fedguild presets` lists the configs that ship.
     """
 
     def __init__(self, message: str, hint: str = "") -> None:

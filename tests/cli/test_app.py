@@ -166,4 +166,4 @@ def test_python_dash_m() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "fedguild", "presets", "flame"], capture_output=True, text=True, check=True
     )
-    assert "flame/tiny-tasks" in shown.stdout
+    assert "olmoe" in shown.stdout

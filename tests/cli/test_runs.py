@@ -62,7 +62,7 @@ def test_without_a_config_the_way_to_one_is_told(
     assert (result.exit_code, result.stdout, experiment.calls) == (2, "", [])
     assert result.stderr == (
         "Error: No config is named, and there is no fedguild.yaml in this folder.\n"
-        "`fedguild init` writes one, `fedguild presets --all` lists those that ship, for example flame/tiny-tasks.\n"
+        "`fedguild init` writes one, `fedguild presets` lists those that ship, for example flame/tiny-tasks.\n"
     )
 
 

@@ -1,23 +1,18 @@
-"""Every preset that ships fits its data and its model; one per (method with options, model) runs a step.
+"""A step of each method, model and data set of the presets; in `make test-long` of each method on each model.
 
-In `make test` one of each method does, on the embedded model; the others do in `make test-long`.
-
-Tiny presets run as they are, others on a tiny model of the same architecture; so does the English model, whose weights
-may be absent.
+Presets on the embedded model run as they are, others on a tiny model of the same architecture; so does the English
+model, whose weights may be absent.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from fedguild import experiment
 from fedguild.client.budget import ClientInfo
-from fedguild.config import Config, load_config, presets
-from fedguild.config.loading import PRESETS_FOLDER
+from fedguild.config import Config, axes, load_config, presets
 from fedguild.layout import CHECKPOINTS
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
@@ -31,8 +26,9 @@ from tests.experiment.runs import save_model
 
 pytestmark = pytest.mark.usefixtures("small_english")
 
-SHIPPED = {preset.name: load_config(preset.name) for preset in presets()}
-"""Name -> the preset's config."""
+AXES = axes()
+PAIRS = list(dict.fromkeys((preset.method.name, preset.model.name) for preset in presets()))
+"""Every method and model that it runs on."""
 ONE_STEP = [
     "federation.rounds=1",
     "training.steps=1",
@@ -41,7 +37,7 @@ ONE_STEP = [
     "evaluation.max_examples=1",
     "evaluation.max_new_tokens=2",
 ]
-GENERATED = "data.options={train_examples: 200, test_examples: 20}"
+GENERATED = "data.options={train_examples: 500, test_examples: 20}"
 ROWS, FEWER = 900, 300
 """Rows of a corpus that many clients share, and of another."""
 CATEGORIES = ("open_qa", "closed_qa", "brainstorming", "summarization")
@@ -66,34 +62,6 @@ CHEAPER = {
     "pfl-moe": ["method.gate_epochs=0.1", "method.personal_epochs=0.1"],
 }
 """Method -> what makes its step cheaper."""
-
-
-def first_of_each(keys: Iterable[tuple[str, tuple[object, ...]]]) -> list[str]:
-    """Returns, for each key, the name that it comes with first."""
-    first: dict[tuple[object, ...], str] = {}
-    for name, key in keys:
-        first.setdefault(key, name)
-    return list(first.values())
-
-
-RUN = first_of_each(
-    (name, (config.method.name, json.dumps(config.method.options, sort_keys=True), config.model.path))
-    for name, config in SHIPPED.items()
-)
-"""One preset per (method with options, model)."""
-DEALT = first_of_each(
-    (name, (config.data.model_dump_json(), config.federation.clients, config.seed)) for name, config in SHIPPED.items()
-)
-"""One preset per way of dealing data to clients."""
-AS_IT_IS = {name.split("/")[0]: name for name in RUN if SHIPPED[name].model.path not in PACKAGED}.values()
-"""One preset of each method on a real model, in its own dtype; for bfloat16 a CPU compiles a kernel for every shape."""
-SOON = first_of_each((name, (SHIPPED[name].method.name,)) for name in RUN if SHIPPED[name].model.path == "embedded")
-"""One preset of each method on the embedded model: what runs in `make test`."""
-
-
-def english(name: str) -> tuple[pytest.MarkDecorator, ...]:
-    """Presets on the English model differ from others in their data."""
-    return (pytest.mark.long,) if "/english-" in name else ()
 
 
 @pytest.fixture(scope="module")
@@ -193,12 +161,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
-def test_every_file_of_the_folder_is_a_preset() -> None:
-    assert len(SHIPPED) >= 16
-    assert {PRESETS_FOLDER / f"{name}.yaml" for name in SHIPPED} == set(PRESETS_FOLDER.rglob("*.y*ml"))
-    assert {name.split("/")[0] for name in SHIPPED} == set(METHODS)
-
-
 def has_no_global_model(config: Config) -> bool:
     """Whether every client of a config has a model of its own, and nobody a global one."""
     model = describe_config(config.model.path)
@@ -209,68 +171,85 @@ def has_no_global_model(config: Config) -> bool:
     return method.deploy(state, model, tiers[0]) is None
 
 
-def on_a_small_model(preset: str, models: dict[str, Path]) -> list[str]:
-    """Returns the overrides that give a preset on a real model a small one of its architecture."""
-    model = SHIPPED[preset].model.path
-    if model in PACKAGED:
-        return []
-    stand_in = [f"model.path={models[STAND_INS[model]]}", "model.device=cpu", "model.load_in_4bit=false"]
-    return stand_in if preset in AS_IT_IS else [*stand_in, "model.dtype=float32"]
+def on_a_small_model(name: str, models: dict[str, Path]) -> list[str]:
+    """Returns the overrides that give a preset on a real model a small one of its architecture, and a cheaper step."""
+    config = load_config(name)
+    cheaper = CHEAPER.get(config.method.name, [])
+    if config.model.path in PACKAGED:
+        return cheaper
+    small = models[STAND_INS[config.model.path]]
+    return [f"model.path={small}", "model.device=cpu", "model.load_in_4bit=false", "model.dtype=float32", *cheaper]
 
 
-@pytest.mark.parametrize("preset", [pytest.param(name, marks=english(name)) for name in SHIPPED])
-def test_a_preset_fits_its_model(preset: str, models: dict[str, Path]) -> None:
-    cheaper = CHEAPER.get(SHIPPED[preset].method.name, [])
-    config = load_config(preset, [*on_a_small_model(preset, models), *cheaper])
-    assert config.method.name == preset.split("/")[0]
-    check_config(config)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_fits_every_model_that_it_is_offered_on(method: str, models: dict[str, Path]) -> None:
+    """Under every setup that it has there."""
+    seen = set()
+    for preset in presets():
+        if preset.method.name == method and (preset.model.name, preset.setup.name) not in seen:
+            seen.add((preset.model.name, preset.setup.name))
+            check_config(load_config(preset.name, on_a_small_model(preset.name, models)))
 
 
-@pytest.mark.parametrize("corpus", ["ag_news", "snli", "dolly", "natural_instructions", "hellaswag", "commonsense"])
-def test_every_method_has_a_preset_on_the_english_model_for_every_set(corpus: str) -> None:
-    """Dealt as for one of the papers' four methods, which the preset stands beside."""
-    configs = {method: SHIPPED[f"{method}/english-{corpus}"] for method in METHODS}
-    for method, config in configs.items():
-        assert (config.method.name, config.data.corpus, config.model.path) == (method, corpus, "english")
-    dealt = {method: (config.data.model_dump_json(), config.federation.clients) for method, config in configs.items()}
-    beside = {dealt[method] for method in ("flame", "ub-smoe", "fedamole", "fedalign-moe")}
-    assert [method for method in METHODS if dealt[method] not in beside] == []
+@pytest.mark.parametrize("corpus", AXES.data)
+@pytest.mark.parametrize("method", ["guild", "ub-smoe", "fedamole", "fedalign-moe"])
+def test_a_data_set_is_split_over_the_clients_of_a_setup(method: str, corpus: str, data: dict[str, list[str]]) -> None:
+    config = load_config(f"{method}/tiny-{corpus}")
+    prepared = prepare_data(load_config(f"{method}/tiny-{corpus}", data[config.data.corpus]))
+    assert len(prepared.clients) == config.federation.clients
+    assert all(client.train for client in prepared.clients)
 
 
 def test_pfl_moe_is_scored_as_itself() -> None:
     """By its clients' models on all questions, too: that of the server is a plain mean of adapters."""
-    presets = {name: config for name, config in SHIPPED.items() if name.startswith("pfl-moe/")}
-    assert presets
-    assert not [name for name, config in presets.items() if not config.evaluation.pooled]
-
-
-@pytest.mark.parametrize("preset", DEALT)
-def test_a_preset_deals_its_data(preset: str, data: dict[str, list[str]]) -> None:
-    config = load_config(preset, data[SHIPPED[preset].data.corpus])
-    dealt = prepare_data(config)
-    assert len(dealt.clients) == config.federation.clients
-    assert all(client.train for client in dealt.clients)
+    for preset in presets():
+        if preset.method.name == "pfl-moe" and preset.setup.name == "fedalign-moe":
+            assert load_config(preset.name).evaluation.pooled, preset.name
 
 
 @pytest.mark.parametrize(
-    "preset",
-    [pytest.param(name, marks=pytest.mark.long if "/english-" in name or name not in SOON else ()) for name in RUN],
+    ("method", "model"),
+    [pytest.param(*pair, marks=() if pair[1] == "tiny" else pytest.mark.long) for pair in PAIRS],
 )
-def test_a_preset_runs_a_step(preset: str, data: dict[str, list[str]], models: dict[str, Path], tmp_path: Path) -> None:
-    shipped = SHIPPED[preset]
-    cheaper = CHEAPER.get(shipped.method.name, [])
-    config = load_config(preset, [*data[shipped.data.corpus], *on_a_small_model(preset, models), *ONE_STEP, *cheaper])
+def test_a_method_runs_a_step(
+    method: str, model: str, data: dict[str, list[str]], models: dict[str, Path], tmp_path: Path
+) -> None:
+    run_a_step(f"{method}/{model}-tasks", data, models, tmp_path)
+
+
+@pytest.mark.parametrize("model", [model for model in AXES.models if model != "tiny"])
+def test_a_model_runs_a_step(model: str, data: dict[str, list[str]], models: dict[str, Path], tmp_path: Path) -> None:
+    run_a_step(f"fedit/{model}-tasks", data, models, tmp_path)
+
+
+@pytest.mark.parametrize("corpus", [corpus for corpus in AXES.data if corpus != "tasks"])
+def test_a_data_set_runs_a_step(
+    corpus: str, data: dict[str, list[str]], models: dict[str, Path], tmp_path: Path
+) -> None:
+    run_a_step(f"fedit/tiny-{corpus}", data, models, tmp_path)
+
+
+@pytest.mark.parametrize("name", AXES.cells)
+def test_a_cell_with_a_file_of_its_own_runs_a_step(
+    name: str, data: dict[str, list[str]], models: dict[str, Path], tmp_path: Path
+) -> None:
+    run_a_step(name, data, models, tmp_path)
+
+
+def run_a_step(name: str, data: dict[str, list[str]], models: dict[str, Path], folder: Path) -> None:
+    shipped = load_config(name)
+    config = load_config(name, [*data[shipped.data.corpus], *on_a_small_model(name, models), *ONE_STEP])
     personal = has_no_global_model(config)
-    if not personal and preset not in AS_IT_IS:
+    if not personal:
         config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"clients": False})})
-    result = experiment.run(config, tmp_path)
+    result = experiment.run(config, folder)
     assert result.scores.keys() == {budget.name for budget in config.federation.budgets if not personal}
-    assert checkpoint.latest(tmp_path / CHECKPOINTS) == 1
-    records = RunLog(tmp_path).read()
+    assert checkpoint.latest(folder / CHECKPOINTS) == 1
+    records = RunLog(folder).read()
     (whole,) = [record for record in records if isinstance(record, RoundRecord)]
     trained = [record for record in records if isinstance(record, ClientRecord)]
     asked = config.federation.participation * config.federation.clients
-    assert len(whole.participants) == asked
+    assert len(whole.participants) == max(round(asked), 1)
     assert whole.rejected == []
     assert [record.client for record in trained] == whole.participants
     for_every_budget = METHODS.load(config.method.name).costs.trains == "every budget"

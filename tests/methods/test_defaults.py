@@ -16,7 +16,7 @@ from fedguild.model.plan import adapter_shapes
 from fedguild.model.targets import fitting_targets
 from fedguild.server.method import Method
 from fedguild.server.settings import AveragingSettings
-from fedguild.setup import check_fit, fitted, method_of, method_record
+from fedguild.setup import fitted, method_of, method_record
 from tests.backbones import tiny_backbone
 from tests.methods.test_matrix import CASES
 
@@ -160,15 +160,13 @@ def test_no_shipped_preset_needs_fitting() -> None:
     models: dict[str, ModelInfo] = {}
     seen = set()
     for preset in presets():
-        config = load_config(preset.name)
-        what = config.model_dump_json(include={"method", "model", "federation"})
-        if what in seen:
+        if (preset.method.name, preset.model.name, preset.setup.name) in seen:
             continue
-        seen.add(what)
+        seen.add((preset.method.name, preset.model.name, preset.setup.name))
+        config = load_config(preset.name)
         path = config.model.path
         if path not in models:
             models[path] = describe_config(path)
         given = method_of(config)
         method = fitted(given, config, models[path])
-        check_fit(method, config, models[path])
         assert method_record(given, method)["fitted"] == {}, preset.name

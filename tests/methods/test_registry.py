@@ -7,13 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.config import load_config
 from fedguild.errors import ConfigError
 from fedguild.methods import METHODS, build_method
 from tests.methods.test_matrix import CASES
 
 ROOT = Path(__file__).parents[2]
-PRESETS = Path(str(resources.files("fedguild.config"))) / "presets"
+PRESETS = Path(str(resources.files("fedguild.config"))) / "presets" / "methods"
 SECTIONS = (
     "## In short",
     "## The idea",
@@ -31,7 +30,9 @@ def lacks(name: str) -> list[str]:
     tests = ROOT / "tests" / "methods"
     text = page.read_text("utf-8") if page.is_file() else ""
     wanted = {
-        f"Write a preset, src/fedguild/config/presets/{name}/tiny-tasks.yaml.": any((PRESETS / name).glob("*.yaml")),
+        f"Write its part of the presets, src/fedguild/config/presets/methods/{name}.yaml.": (
+            PRESETS / f"{name}.yaml"
+        ).is_file(),
         f"Give '{name}' small settings in CASES of tests/methods/test_matrix.py.": any(
             label.partition(" ")[0] == name for label in CASES
         ),
@@ -51,12 +52,12 @@ def test_a_method_has_all_that_belongs_to_it(name: str) -> None:
 def test_what_a_method_lacks_is_said_in_sentences() -> None:
     sentences = lacks("not-there")
     assert len(sentences) == 4
-    assert "Write a preset, src/fedguild/config/presets/not-there/tiny-tasks.yaml." in sentences
+    assert "Write its part of the presets, src/fedguild/config/presets/methods/not-there.yaml." in sentences
 
 
 def test_nothing_is_left_of_a_method_that_is_gone() -> None:
     pages = {page.stem for page in (ROOT / "docs" / "methods").glob("*.md")} - {"index", "costs", "results"}
-    assert pages == {folder.name for folder in PRESETS.iterdir() if folder.is_dir()} == set(METHODS)
+    assert pages == {path.stem for path in PRESETS.iterdir()} == set(METHODS)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -68,14 +69,6 @@ def test_a_method_is_what_its_file_says(name: str) -> None:
     assert isinstance(build_method(name), method)
     for option, field in method.Settings.model_fields.items():
         assert field.description, option
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_presets_of_a_method_are_its_own(name: str) -> None:
-    for preset in sorted((PRESETS / name).glob("*.yaml")):
-        config = load_config(f"{name}/{preset.stem}")
-        assert config.method.name == name
-        build_method(name, config.method.options)
 
 
 def test_an_unknown_method_gets_the_nearest() -> None:

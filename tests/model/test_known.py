@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig
 
-from fedguild.config import load_config, presets
+from fedguild.config import axes
 from fedguild.errors import ModelError
 from fedguild.model.backbone import describe_architecture, describe_config
 from fedguild.model.known import find_known, known_models
@@ -52,7 +52,7 @@ def test_a_known_model_has_its_published_size(name: str) -> None:
 
 
 def test_every_preset_names_a_known_model() -> None:
-    paths = {load_config(preset.name).model.path for preset in presets()} - PACKAGED.keys()
+    paths = {model.content["model"]["path"] for model in axes().models.values()} - PACKAGED.keys()
     unknown = sorted(path for path in paths if find_known(path) is None)
     assert not unknown, f"Add the sizes of {', '.join(unknown)} to model/known."
 

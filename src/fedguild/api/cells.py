@@ -135,7 +135,7 @@ def plan_cells(
     if not configs:
         raise ConfigError(
             "There is no config to compare.",
-            "Give presets or YAML files: `fedguild presets --all` lists those that ship.",
+            "Give presets or YAML files: `fedguild presets` lists those that ship.",
         )
     refuse_own_settings(overrides, "a comparison")
     inputs = inputs or Inputs()

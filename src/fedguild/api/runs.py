@@ -34,7 +34,7 @@ def run(
     folder, so that it can be resumed, scored and exported without them; metrics must be given to `resume` again.
 
     Args:
-        config: A preset (`fedguild presets --all` lists them), a YAML file, a mapping of settings (which may have
+        config: A preset (`fedguild presets` lists them), a YAML file, a mapping of settings (which may have
             `extends`), or a `fedguild.config.Config`.
         overrides: `key.sub=value`, as on the command line.
         output: The folder of the run, new; by default `runs/<name>`.

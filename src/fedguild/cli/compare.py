@@ -76,7 +76,7 @@ def command(
 
     Every config and seed is a run in OUTPUT/NAME/seed-N (OUTPUT/COLUMN/ROW/seed-N in a table with columns). Finished
     runs are kept, unfinished ones are resumed, so the same command continues after an interruption.
-    `fedguild presets METHOD` lists a method's tables, `fedguild presets --all` every table that ships.
+    `fedguild presets METHOD` lists a method's tables.
     """
     context.obj.resume_with = "the same command again"
     overrides = [text for text in configs if is_setting(text)]

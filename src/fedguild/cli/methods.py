@@ -34,10 +34,10 @@ def command(
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="List those with a preset on a model whose name contains this.")
+        str | None, typer.Option("--model", help="List those that run on a model whose name contains this.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", help="List those with a preset on data whose name contains this.")
+        str | None, typer.Option("--data", help="List those that run on data whose name contains this.")
     ] = None,
     check: Annotated[
         bool, typer.Option("--check", help="Import every method; exit with 1 if one cannot be used.")

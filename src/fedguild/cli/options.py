@@ -71,7 +71,7 @@ def config_and_settings(config: str | None, settings: Sequence[str] | None) -> t
     if not Path(CONFIG).is_file():
         raise ConfigError(
             f"No config is named, and there is no {CONFIG} in this folder.",
-            "`fedguild init` writes one, `fedguild presets --all` lists those that ship, for example flame/tiny-tasks.",
+            "`fedguild init` writes one, `fedguild presets` lists those that ship, for example flame/tiny-tasks.",
         )
     return CONFIG, given
 

@@ -1,19 +1,16 @@
-"""`fedguild presets`: the configs that ship with FedGuild, and every setting of a config."""
+"""`fedguild presets`: the axes of the configs that ship with FedGuild, and every setting of a config."""
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
 import typer
-from rich.table import Table
 
 from fedguild.cli.options import JsonOption, OverridesArgument
 from fedguild.cli.output import listing, note, setting_table, show, show_json
-from fedguild.config import Config, Preset, ShippedTable, load_config, preset_subject, presets, tables
+from fedguild.config import Config, Part, Preset, ShippedTable, axes, load_config, presets, tables
 from fedguild.config.reference import settings_of
 from fedguild.errors import ConfigError
 
@@ -31,17 +28,16 @@ def command(
         str | None,
         typer.Argument(
             metavar="METHOD|NAME",
-            help="List the presets of this method, or show this preset or file with every setting, as YAML.",
+            help="Show what this method runs on and its tables, or this preset or file with every setting, as YAML.",
         ),
     ] = None,
     overrides: OverridesArgument = None,
     model: Annotated[
-        str | None, typer.Option("--model", help="List those on a model whose name contains this, for example olmoe.")
+        str | None, typer.Option("--model", help="List presets on a model whose name contains this, for example olmoe.")
     ] = None,
     data: Annotated[
-        str | None, typer.Option("--data", help="List those on data whose name contains this, for example dolly.")
+        str | None, typer.Option("--data", help="List presets on data whose name contains this, for example dolly.")
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="List all of them.")] = False,
     settings: Annotated[
         bool, typer.Option("--settings", help="List every setting, what it accepts, its default and its meaning.")
     ] = False,
@@ -49,19 +45,22 @@ def command(
 ) -> None:
     """List the configs that ship with FedGuild, or print one as a starting point for your own.
 
-    Without a METHOD, a filter or --all it prints how many there are.
+    A preset is METHOD/MODEL-DATA: any method on any model and data set that it fits. A variant has a further word at
+    its end, as fedit/tiny-tasks-ranks.
     """
-    method = name if name in {preset.name.partition("/")[0] for preset in presets()} else None
+    method = name if name in axes().methods else None
     if settings:
         _list_settings(as_json)
     elif name is None or method is not None:
         shown = _Chosen.of(method, model, data)
         if as_json:
             show_json(shown.to_json())
-        elif every or method or model or data:
-            shown.list()
+        elif model or data:
+            show(listing("preset", "what it is", ((one.name, one.description) for one in shown.presets)))
+        elif method:
+            shown.show_method(axes().methods[method])
         else:
-            shown.summarise()
+            shown.show_axes()
     elif table := next((known for known in tables() if known.name == name), None):
         typer.echo(table.path.read_text("utf-8"), nl=False)
     else:
@@ -73,24 +72,19 @@ def command(
 
 
 def methods_with_presets(model: str | None, data: str | None) -> set[str]:
-    """Returns the methods with a preset on a model and on data whose names contain these; None for any.
+    """Returns the methods that run on a model and on data whose names contain these; None for any.
 
     Raises:
         ConfigError: there is none.
     """
-    return {preset.name.partition("/")[0] for preset, _, _ in _Chosen.of(None, model, data).presets}
+    return {preset.method.name for preset in _Chosen.of(None, model, data).presets}
 
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The presets and tables that were asked for.
+    """The presets and tables that were asked for."""
 
-    Attributes:
-        presets: Each preset with its model and its corpus.
-        tables: The tables.
-    """
-
-    presets: Sequence[tuple[Preset, str, str]]
+    presets: Sequence[Preset]
     tables: Sequence[ShippedTable]
 
     @classmethod
@@ -100,71 +94,73 @@ class _Chosen:
         Raises:
             ConfigError: there is none.
         """
-        found = []
-        for preset in presets():
-            path, corpus = preset_subject(preset)
-            own, _, rest = preset.name.partition("/")
-            fits = (
-                method in (None, own)
-                and (model is None or model.lower() in f"{path} {rest}".lower())
-                and (data is None or data.lower() in f"{corpus} {rest}".lower())
-            )
-            found += [(preset, path, corpus)] if fits else []
-        words = [word.lower() for word in (model, data) if word]
-        listed = [
-            table
-            for table in tables()
-            if method in (None, table.name.partition("/")[0])
-            and all(word in table.path.read_text("utf-8").lower() for word in words)
+        found = [
+            preset
+            for preset in presets()
+            if method in (None, preset.method.name)
+            and _contains(preset.model, model, "model", "path")
+            and _contains(preset.data, data, "data", "corpus")
         ]
-        if not found and not listed:
+        if not found:
             asked = ", ".join(filter(None, (method, model and f"model {model}", data and f"data {data}")))
             raise ConfigError(f"There is no preset for {asked}.", "`fedguild presets` lists what there is.")
-        return cls(found, listed)
+        return cls(found, [table for table in tables() if method in (None, table.name.partition("/")[0])])
 
-    def to_json(self) -> list[dict[str, str]]:
-        """Returns all of them as plain JSON values."""
-        configs = [
-            {
-                "name": one.name,
-                "kind": "preset",
-                "description": one.description,
-                "method": one.name.partition("/")[0],
-                "model": model,
-                "data": corpus,
-            }
-            for one, model, corpus in self.presets
-        ]
-        compared = [{"name": one.name, "kind": "table", "description": one.description} for one in self.tables]
-        return [*configs, *compared]
+    @property
+    def axes(self) -> Mapping[str, list[Part]]:
+        """The methods, models and data sets, each once."""
+        return {
+            axis: list({part.name: part for preset in self.presets for part in (getattr(preset, attribute),)}.values())
+            for axis, attribute in (("methods", "method"), ("models", "model"), ("data", "data"))
+        }
 
-    def list(self) -> None:
-        """Prints a line for each."""
-        if self.presets:
-            show(listing("preset", "what it is", ((one.name, one.description) for one, _, _ in self.presets)))
+    @property
+    def own_files(self) -> list[str]:
+        return [preset.name for preset in self.presets if preset.own]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the axes, the presets' names and the tables as plain JSON values."""
+        return {
+            **{
+                axis: [
+                    {"name": part.name, "description": part.description, "variants": list(part.variants)}
+                    for part in parts
+                ]
+                for axis, parts in self.axes.items()
+            },
+            "presets": [preset.name for preset in self.presets],
+            "own_files": self.own_files,
+            "tables": [{"name": table.name, "description": table.description} for table in self.tables],
+        }
+
+    def show_axes(self) -> None:
+        """Prints the models, the data sets and the names of the methods, which `fedguild methods` describes."""
+        show(_listed("model", self.axes["models"]), "", _listed("data", self.axes["data"]), "")
+        show(f"methods: {', '.join(part.name for part in self.axes['methods'])}")
+        note("\nA preset is METHOD/MODEL-DATA, for example flame/tiny-tasks. `fedguild methods` describes the methods;")
+        note("`fedguild presets METHOD` shows what one runs on, its variants and its tables.")
+        note(f"With a file of its own: {', '.join(self.own_files)}.")
+
+    def show_method(self, method: Part) -> None:
+        """Prints a method's models and data sets, the variants of their presets, and its tables."""
+        show(method.description, "", _listed("model", self.axes["models"]), "", _listed("data", self.axes["data"]))
+        variants = dict.fromkeys(variant for preset in self.presets for variant in preset.variants)
         if self.tables:
-            compared = ((one.name, one.description) for one in self.tables)
-            show("", listing("table", "what `fedguild compare TABLE` prints", compared))
+            rows = ((table.name, table.description) for table in self.tables)
+            show("", listing("table", "what `fedguild compare TABLE` prints", rows))
+        note(f"\nA preset is {method.name}/MODEL-DATA, for example {self.presets[0].name}.")
+        if variants:
+            note(f"Variants, at the end of a name: {', '.join(variants)}.")
+        if self.own_files:
+            note(f"With a file of its own: {', '.join(self.own_files)}.")
 
-    def summarise(self) -> None:
-        """Prints the numbers of each method, short enough for a screen, and what there is to choose by."""
-        by_method: dict[str, list[tuple[str, str]]] = {}
-        for preset, model, corpus in self.presets:
-            by_method.setdefault(preset.name.partition("/")[0], []).append((model.rpartition("/")[2], corpus))
-        counted = Counter(table.name.partition("/")[0] for table in self.tables)
-        listed = Table(box=None, header_style="bold", pad_edge=False)
-        listed.add_column("method", no_wrap=True)
-        for title in ("presets", "tables", "models", "data sets"):
-            listed.add_column(title, justify="right")
-        for method, subjects in by_method.items():
-            models, corpora = (set(column) for column in zip(*subjects, strict=True))
-            numbers = (len(subjects), counted[method] or "–", len(models), len(corpora))
-            listed.add_row(method, *map(str, numbers))
-        show(listed)
-        models, corpora = (set(column) for column in zip(*itertools.chain(*by_method.values()), strict=True))
-        note("\n`fedguild presets METHOD` lists a method's presets and tables, --all those of all.")
-        note(f"--model chooses by model: {', '.join(sorted(models, key=str.lower))}.")
-        note(f"--data chooses by data: {', '.join(sorted(corpora))}.")
+
+def _contains(part: Part, word: str | None, section: str, key: str) -> bool:
+    return word is None or word.lower() in f"{part.name} {part.content.get(section, {}).get(key, '')}".lower()
+
+
+def _listed(title: str, parts: Sequence[Part]) -> Any:
+    return listing(title, "what it is", ((part.name, part.description) for part in parts))
 
 
 def _list_settings(as_json: bool) -> None:

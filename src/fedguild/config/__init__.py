@@ -5,18 +5,22 @@ frozen `Config`. The stages after this one never see it: they take plain argumen
 section (`TrainingSettings`, `FederationSettings`, `SplitSettings`).
 """
 
-from fedguild.config.loading import Preset, load_config, preset_subject, presets
+from fedguild.config.composing import Axes, Part, Preset, axes, find_preset, presets
+from fedguild.config.loading import load_config
 from fedguild.config.schema import Config
 from fedguild.config.table import ShippedTable, Table, TableCell, table_cells, tables
 
 __all__ = [
+    "Axes",
     "Config",
+    "Part",
     "Preset",
     "ShippedTable",
     "Table",
     "TableCell",
+    "axes",
+    "find_preset",
     "load_config",
-    "preset_subject",
     "presets",
     "table_cells",
     "tables",

@@ -2,68 +2,22 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cache
-from itertools import takewhile
+from dataclasses import replace
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
 from pydantic import ValidationError
 
+from fedguild.config.composing import find_preset, unknown_preset
 from fedguild.config.explaining import Layer, explained
 from fedguild.config.schema import Config
 from fedguild.config.yaml_reading import parse, parse_file
 from fedguild.errors import ConfigError
 
-PRESETS_FOLDER, TABLES_FOLDER = Path(__file__).parent / "presets", Path(__file__).parent / "tables"
-
-
-@dataclass(frozen=True)
-class Preset:
-    """A config that ships with the package.
-
-    Attributes:
-        name: Path below the presets folder without its ending, for example `flame/tiny-tasks`.
-        description: The first sentence of the comment that the file opens with.
-        path: The YAML file.
-    """
-
-    name: str
-    description: str
-    path: Path
-
-
-@cache
-def presets() -> tuple[Preset, ...]:
-    """Returns every preset that ships with the package, sorted by name, looked for once in a process."""
-    return tuple(
-        Preset(
-            name=path.relative_to(PRESETS_FOLDER).with_suffix("").as_posix(),
-            description=_described(path),
-            path=path,
-        )
-        for path in sorted(PRESETS_FOLDER.rglob("*.yaml"))
-    )
-
-
-def preset_subject(preset: Preset) -> tuple[str, str]:
-    """Returns a preset's `model.path` and `data.corpus` as they are written, without validating its config."""
-    settings: dict[str, Any] = {}
-    for layer in _packaged_layers(preset.path):
-        settings = _merged(settings, layer.settings)
-    model, data = settings.get("model") or {}, settings.get("data") or {}
-    return str(model.get("path", "embedded")), str(data.get("corpus", "tasks"))
-
-
-def first_sentence(yaml: str) -> str:
-    """Returns the first sentence of the comment that a YAML file opens with."""
-    comment = " ".join(line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), yaml.splitlines()))
-    return re.split(r"(?<=\.)\s|;\s", comment, maxsplit=1)[0]
+TABLES_FOLDER = Path(__file__).parent / "tables"
 
 
 Given = str | Path | Mapping[str, Any] | Config
@@ -109,32 +63,28 @@ def _given_layers(given: Given) -> tuple[list[Layer], str]:
             raise ConfigError(f"extends: must name one preset or file, got {parent!r}.")
         extended, name = ([], "run") if parent is None else _given_layers(parent)
         return [*extended, Layer("the config", _written_out(settings))], name
-    path = _find(str(given), beside=None)
-    layers = _packaged_layers(path) if path.is_relative_to(PRESETS_FOLDER) else _file_layers(path, ())
-    return list(layers), default_name(path)
+    name = str(given)
+    if preset := find_preset(name):
+        return list(preset.layers()), preset.name.replace("/", "-")
+    path = _existing(name, Path(name))
+    return list(_file_layers(path, ())), default_name(path)
 
 
-def _find(path_or_preset: str, beside: Path | None) -> Path:
-    """Returns the file that a name means: a preset, else a path (relative to `beside`, if given)."""
-    with suppress(FileNotFoundError):
-        return _shipped(path_or_preset)
-    path = (beside / path_or_preset) if beside else Path(path_or_preset)
+def _existing(name: str, path: Path) -> Path:
+    """Returns the path of a config file.
+
+    Raises:
+        ConfigError: there is none.
+    """
     if _is_file(path):
         return path
-    if _is_file(TABLES_FOLDER / f"{path_or_preset}.yaml"):
+    if _is_file(TABLES_FOLDER / f"{name}.yaml"):
         raise ConfigError(
-            f"'{path_or_preset}' is a table of several runs, not the config of one.",
-            f"`fedguild compare {path_or_preset}` runs it.",
+            f"'{name}' is a table of several runs, not the config of one.", f"`fedguild compare {name}` runs it."
         )
     if path.suffix in (".yaml", ".yml"):
-        raise ConfigError(f"There is no config file {path}.", "`fedguild presets --all` lists the configs that ship.")
-    known = [preset.name for preset in presets()]
-    close = difflib.get_close_matches(path_or_preset, known, n=1, cutoff=0.4)
-    meant = f"Did you mean '{close[0]}'? " if close else ""
-    raise ConfigError(
-        f"'{path_or_preset}' is neither a preset nor a config file.",
-        f"{meant}`fedguild presets --all` lists the presets.",
-    )
+        raise ConfigError(f"There is no config file {path}.", "`fedguild presets` lists the configs that ship.")
+    raise unknown_preset(name)
 
 
 def _is_file(path: Path) -> bool:
@@ -150,7 +100,7 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
     if path.resolve() in children:
         raise ConfigError(f"{path} extends itself, through {', '.join(str(child) for child in children)}.")
     try:
-        settings = _packaged(path) if path.is_relative_to(PRESETS_FOLDER) else parse_file(path)
+        settings = parse_file(path)
     except OSError as error:
         raise ConfigError(f"Cannot read the config {path}: {error.strerror or error}.") from error
     if not isinstance(settings, Mapping):
@@ -160,39 +110,10 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
     if parent is not None:
         if not isinstance(parent, str):
             raise ConfigError(f"{path}: extends: must name one preset or file, got {parent!r}.")
-        yield from _file_layers(_find(parent, beside=path.parent), (*children, path.resolve()))
+        preset = find_preset(parent)
+        beside = (*children, path.resolve())
+        yield from preset.layers() if preset else _file_layers(_existing(parent, path.parent / parent), beside)
     yield Layer(str(path), _written_out(settings))
-
-
-@cache
-def _shipped(name: str) -> Path:
-    """Returns the file of a preset, looked for once in a process.
-
-    Raises:
-        FileNotFoundError: no such preset ships, which is not remembered.
-    """
-    path = PRESETS_FOLDER / f"{name}.yaml"
-    if _is_file(path) and PRESETS_FOLDER.resolve() in path.resolve().parents:
-        return path
-    raise FileNotFoundError(path)
-
-
-@cache
-def _packaged_layers(path: Path) -> tuple[Layer, ...]:
-    """Returns the layers of a preset's file, which extends presets alone, read once in a process."""
-    return tuple(_file_layers(path, ()))
-
-
-@cache
-def _described(path: Path) -> str:
-    """Returns a preset's description, read once in a process."""
-    return first_sentence(path.read_text("utf-8"))
-
-
-@cache
-def _packaged(path: Path) -> Any:
-    """Returns what a preset's file says, read once in a process; nobody changes it."""
-    return parse_file(path)
 
 
 def _override_layer(override: str) -> Layer:
@@ -247,7 +168,5 @@ def _still_valid(section: str, lower: Mapping[str, Any], upper: Mapping[str, Any
 
 
 def default_name(path: Path) -> str:
-    """Returns the name of a run whose config has none: that of the preset or file, in the characters of a name."""
-    if path.is_relative_to(PRESETS_FOLDER):
-        return path.relative_to(PRESETS_FOLDER).with_suffix("").as_posix().replace("/", "-")
+    """Returns the name of a run whose config file has none: that of the file, in the characters of a name."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "run"

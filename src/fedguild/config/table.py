@@ -11,8 +11,9 @@ from typing import Any, Self, get_args
 from pydantic import Field, ValidationError, model_validator
 
 from fedguild.config.base import Section
+from fedguild.config.composing import find_preset, first_sentence, unknown_preset
 from fedguild.config.explaining import Layer, explained
-from fedguild.config.loading import TABLES_FOLDER, first_sentence, load_config, presets
+from fedguild.config.loading import TABLES_FOLDER, load_config
 from fedguild.config.schema import Config
 from fedguild.config.yaml_reading import parse
 from fedguild.errors import ConfigError, nearest
@@ -295,14 +296,14 @@ def table_cells(name: str, table: Table, rows: Sequence[str] = (), columns: Sequ
     """
     _require_known(name, "row", rows, table.rows)
     _require_known(name, "column", columns, table.columns)
-    known = {preset.name for preset in presets()}
     cells = []
     for column in columns or table.columns:
         for row in rows or table.rows:
             across, down = table.rows[row], table.columns[column]
             preset = table.preset.format(row=across.preset or row, column=down.preset or column)
-            if preset not in known:
-                raise ConfigError(f"{name}: there is no preset '{preset}' for {row}, {column}.", nearest(preset, known))
+            if find_preset(preset) is None:
+                hint = unknown_preset(preset).hint
+                raise ConfigError(f"{name}: there is no preset '{preset}' for {row}, {column}.", hint)
             layers = (
                 Layer(f"{name}, row {row}", across.settings),
                 Layer(f"{name}, column {column}", down.settings),
