@@ -83,7 +83,6 @@ class Cost:
         return step + (self.forward_flops(tokens, context_tokens) if checkpointing else 0)
 
     def _attention_flops(self, context_tokens: int) -> int:
-        """Returns the FLOPs per token of QKᵀ and of the product with V."""
         return 4 * context_tokens * self.attention_width
 
 

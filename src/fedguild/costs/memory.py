@@ -98,7 +98,6 @@ def memory(
     needs them at response tokens only. An encoder-decoder model has no chunks.
 
     Args:
-        model: The backbone.
         plan: The adapter plan of each client.
         tokens: Tokens of each client's share of a forward pass, with the padding that is computed.
         dtype: Dtype of the backbone's weights and activations; trainables are fp32.
@@ -108,7 +107,6 @@ def memory(
         slots: Clients that train at once.
         beside: The plan of further slots that are trained, or whose gradients are summed, while those of `plan` only
             lie there (`Method.further_plan`).
-        form: How the cohort takes its steps.
     """
     trained, frozen = _stored_values(model, plan, dtype)
     gradients = sum(trained.values())
@@ -161,10 +159,7 @@ def largest_cohort(
     """Returns how many clients train at once in some free bytes beside the backbone: at most all, at least one.
 
     Args:
-        model: The backbone.
-        plan: The largest of the clients' plans.
         tokens: Tokens of one client's share of a forward pass, with the padding that is computed.
-        clients: Number of clients.
         free: The bytes.
         dtype: As in `memory`.
         moments: As in `memory`.
@@ -230,7 +225,6 @@ def weight_bytes(model: ModelInfo, dtype: torch.dtype, *, four_bit: bool = False
     """Returns the bytes of the backbone's weights while it runs.
 
     Args:
-        model: The backbone.
         dtype: Dtype of its weights, and of those that are not packed.
         four_bit: Whether linear layers and experts are in NF4; embeddings, routers, norms and the head are
             not. The experts of one layer, or one linear layer, are unpacked at a time.
@@ -251,9 +245,7 @@ def evaluation_bytes(model: ModelInfo, plan: AdapterPlan, *, dtype: torch.dtype,
     mask, as booleans and as what attention adds to its scores.
 
     Args:
-        model: The backbone.
         plan: The plan of the slot with the most active experts.
-        dtype: Dtype of the backbone's products.
         row_tokens: Tokens of the longest row.
     """
     mask = row_tokens * (1 + dtype.itemsize)

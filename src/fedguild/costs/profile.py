@@ -45,9 +45,7 @@ def profile(
     """Returns a federation's costs.
 
     Args:
-        method: The method with its settings.
         model: The backbone, described by its config alone.
-        clients: All clients.
         workload: The work of each of them in a round.
         participants: Clients that take part in a round.
         budgets: The federation's tiers, in the order of the profile; empty for those of the clients.

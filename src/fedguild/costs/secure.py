@@ -25,7 +25,6 @@ def session_bytes(form: Form, clients: int, share: float = 2 / 3) -> tuple[int, 
 
     Args:
         form: All that the round sums (`fedguild.server.secure_round.whole_form`).
-        clients: How many take part.
         share: `federation.secure_share`, from which follows how many dropouts a session provides for.
     """
     requests, answers = _messages(form, clients, share)

@@ -45,12 +45,8 @@ def rank_bytes(
     """Returns an estimate of the peak memory of one rank's training step.
 
     Args:
-        model: The backbone.
         plan: The plan of each client.
         tokens: Tokens of each client's share of a forward pass.
-        ranks: Number of GPUs.
-        dtype: Dtype of the backbone.
-        checkpointing: Whether activations are recomputed.
         slots: Clients that a rank trains at once.
     """
     layers = layer_parameters(model)
@@ -74,7 +70,6 @@ def gpus_markdown(
     """Returns the fewest GPUs of each size for models and plans, in Markdown.
 
     Args:
-        models: The backbones.
         plans: A name and the plan for each model.
         tokens: As in `rank_bytes`.
         sizes: The GPUs' memory in GiB.

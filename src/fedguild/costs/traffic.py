@@ -81,7 +81,6 @@ def exchanges(
 
     Args:
         method: The method, with its settings.
-        model: The backbone.
         clients: All clients of the federation.
         budgets: Its tiers, including those without a client; empty for those of the clients.
         participants: Number of clients, counted from the first, that take part in each round; None for all.
@@ -89,7 +88,6 @@ def exchanges(
         absences: Whether to count also the exchanges after an absence.
         wire_dtype: The dtype that floating-point tensors are counted as; the wire itself carries them as they are.
         limit: Values up to which a tensor is real (`fedguild.costs.shapes_only`).
-        seed: Seed of the method's random start.
 
     Raises:
         ConfigError: the method's settings do not fit the model or the clients.

@@ -153,8 +153,6 @@ def count_cut(texts: Iterable[tuple[Example, Encoded]], tokenizer: Any, max_toke
 
     Args:
         texts: Each example with what `encode` made of it.
-        tokenizer: The tokenizer.
-        max_tokens: The longest text.
     """
     prompts = responses = number = 0
     for example, encoded in texts:

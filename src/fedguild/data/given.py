@@ -103,8 +103,6 @@ def given_parts(
     """Returns the partition that was given in Python, and keeps it in the run's folder.
 
     Args:
-        examples: The training examples.
-        clients: Number of clients.
         rng: Source of all random choices of the scheme.
         scheme: The scheme; None to take what the folder keeps.
         run_folder: The folder of the run; None to keep nothing.

@@ -61,12 +61,9 @@ def partition(
 
     Args:
         scheme: A name in `SCHEMES`, or in `PARTITIONS`.
-        examples: The training examples.
-        clients: Number of clients.
         rng: Source of all random choices.
         alpha: Concentration of `dirichlet` and `quantity`, exponent of `power_law`; unused by the
             others.
-        minimum: Minimum number of examples per client.
 
     Returns:
         For each client the indices into `examples`, ascending.
@@ -103,9 +100,6 @@ def as_parts(assignment: Assignment, examples: int, clients: int, what: str = "g
 
     Args:
         assignment: A client for each example, or for each client the indices of its examples.
-        examples: Number of examples.
-        clients: Number of clients.
-        what: The partition's name in messages.
 
     Raises:
         DataError: it names an example or a client that does not exist, uses an example twice, leaves a client without
@@ -149,7 +143,6 @@ def in_integers(assignment: Assignment, what: str = "given") -> Assignment:
 
     Args:
         assignment: A client for each example, or for each client the indices of its examples.
-        what: The partition's name in messages.
 
     Raises:
         DataError: it is neither of these, or an entry is no integer of Python, NumPy or another library; 3.0 is none.

@@ -37,10 +37,8 @@ def split_clients(
     its own share, the seed and its index.
 
     Args:
-        corpus: The corpus that was partitioned.
         parts: For each client the indices into `corpus.train`, as from `partition`.
         rule: How to split; None for the defaults.
-        seed: Seed of the split.
 
     Raises:
         DataError: a client has too few examples, or the test source is the corpus and that has no
@@ -121,10 +119,7 @@ def pooled_test(
     """Returns the test examples of a global model: the corpus's own test examples, else all clients'.
 
     Args:
-        corpus: The corpus.
-        clients: Its clients' data.
         limit: Keep this many, drawn at random; None keeps all.
-        seed: Seed of that draw.
     """
     pool = corpus.test or tuple(example for client in clients for example in client.test)
     return sample(pool, limit, numpy_rng(seed, "pooled test"))

@@ -69,7 +69,6 @@ class ClientReport:
         """Returns the report of a client on another machine, all of whose values are in range.
 
         Args:
-            values: What came with its upload.
             model: The backbone's description, of which the frequencies must have the shape.
 
         Raises:

@@ -12,12 +12,7 @@ from fedguild.wire.codec import Codec, through, through_all
 
 
 class CodedEngine:
-    """Wraps an engine that passes payloads on unchanged, within one process or one cluster.
-
-    Args:
-        engine: Trains the clients.
-        codec: Codec of the downloads and uploads.
-    """
+    """Wraps an engine that passes payloads on unchanged, within one process or one cluster."""
 
     def __init__(self, engine: Engine, codec: Codec) -> None:
         self.engine = engine

@@ -106,7 +106,6 @@ class Trainer:
         """Trains one cohort; returns its clients' results, in slot order.
 
         Args:
-            method: The method.
             plans: What each client trains.
             work: Each client's part, in the same order.
             round_index: The round, from 1.
@@ -154,7 +153,6 @@ class Trainer:
         """Returns how many of these clients to train at once.
 
         Args:
-            plans: What they train.
             lengths: The tokens of each of their examples, by client.
             free: Free bytes of the device's memory.
             beside: The plan of further slots, as `Method.further_plan` returns it.
@@ -203,8 +201,6 @@ class FittingCohorts(Generic[Member]):
                 ...  # train the cohort; if memory runs out, it comes again in smaller parts
 
     Args:
-        members: The members to train.
-        size: Members of the first cohort.
         device: The device that they are trained on.
         splits: Whether a cohort that does not fit may be trained again in parts; not where other processes share its
             passes.
@@ -303,13 +299,10 @@ def auto_cohort_size(
 
     Args:
         backbone: The loaded backbone, whose weights are not counted again.
-        plan: The largest plan of the clients.
         tokens: Tokens of one client's share of a forward pass, with the padding that is computed.
-        clients: Number of clients.
         free: Free bytes of the device's memory.
         settings: How clients train; None for Adam.
         beside: The plan of further slots, as `Method.further_plan` returns it.
-        form: How the cohort takes its steps.
     """
     return largest_cohort(
         backbone.info,

@@ -37,12 +37,8 @@ class LocalEngine:
     """Trains cohorts on one backbone.
 
     Args:
-        backbone: The frozen model.
         examples: Client index -> its training examples, encoded.
-        settings: How clients train.
-        memory: What clients keep between rounds.
         cohort_size: Clients in one forward and backward pass; `auto` as many as memory holds.
-        seed: The run's seed.
         on_step: Called after each optimizer step with the cohort's (steps done, steps in all, mean
             loss).
         ledger: The changes to the backbone that were received; by default in a folder beside `memory`.

@@ -68,11 +68,9 @@ class RayEngine:
     Args:
         backbone: The arguments of `load_backbone`, for the actors.
         examples: Client index -> its training examples, encoded.
-        settings: How clients train.
         memory: What clients keep between rounds; stays with the driver.
         cohort_size: Clients in one forward and backward pass; `auto` as many as an actor's memory
             holds, and no more than gives every actor its share.
-        seed: The run's seed.
         address: Address of a Ray cluster; None to use the one that this process is connected to, or
             else to start one on this machine.
         actors: Number of actors; `auto` as many as the GPUs hold, or one.
@@ -135,7 +133,6 @@ class RayEngine:
 
     @property
     def _actors(self) -> list[Any]:
-        """The processes of all actors."""
         return [actor for team in self._teams for actor in team.actors]
 
     def describe(self) -> list[Plain]:
@@ -367,12 +364,9 @@ class _Scheduler:
     """The cohorts of one `train` call and their assignment to actors.
 
     Args:
-        method: The method.
         cohorts: All of them, in client order.
         merges: Where Ray has the changes that the backbone must hold.
-        memory: What the clients keep between rounds.
         teams: The engine's actors; a dead one is replaced in place.
-        new_team: Creates an actor.
         deadline_seconds: No cohort starts later than this after the scheduler's creation; None for no deadline.
         private: Returns a client's DP-SGD in a round; None to train without.
     """

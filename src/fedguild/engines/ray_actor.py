@@ -105,8 +105,6 @@ class CohortActor:
     Args:
         backbone: The arguments of `load_backbone`.
         settings: `TrainingSettings` as a plain dict.
-        seed: The run's seed.
-        threads: CPU threads to compute with.
         gpu_fraction: Part of the GPU's memory that this actor may use.
         examples: All clients' training examples, as `pack_examples` wrote them.
         place: Its rank, the number of ranks, and the seconds that they wait for each other; None to hold a whole
@@ -287,7 +285,6 @@ class CohortActor:
         """Merges the changes that the cohort trains on into the backbone, unless it holds them already.
 
         Args:
-            digest: Names the changes.
             merges: The changes, encoded, or where Ray has each version of them; not read if the backbone holds them.
         """
         if digest != self._merged_digest:
@@ -362,7 +359,6 @@ def unpack_rows(examples: Mapping[str, torch.Tensor], index: int) -> list[Encode
 
 
 def _fetched(references: Sequence[Any]) -> list[bytes]:
-    """Returns what Ray's object store has under some references."""
     import ray  # an actor that torchrun started has none
 
     found: list[bytes] = ray.get(list(references))

@@ -49,7 +49,6 @@ def place(device: str, gpus: float) -> tuple[str, float]:
 
     Args:
         device: `auto`, `cpu`, `cuda` or `cuda:N`; Ray decides which GPU an actor gets.
-        gpus: The GPUs that Ray sees.
 
     Raises:
         ConfigError: a GPU is asked for, but Ray sees none.
@@ -72,7 +71,6 @@ def require_room(actors: int, cpus: int, gpu_fraction: float) -> None:
     Resources that others are about to release are waited for, at most `PATIENCE_SECONDS`.
 
     Args:
-        actors: Number of actors.
         cpus: CPU cores of each.
         gpu_fraction: Part of a GPU that each gets; 0 where they compute on the CPU.
 

@@ -71,11 +71,7 @@ def follow(device: str = "auto") -> None:
 
 
 class RankWorkers:
-    """The actors of all ranks, called by rank 0; see `fedguild.engines.worker_slots.Workers`.
-
-    Args:
-        ranks: This process's place.
-    """
+    """The actors of all ranks, called by rank 0; see `fedguild.engines.worker_slots.Workers`."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.ranks = ranks
@@ -142,11 +138,9 @@ class TorchrunEngine:
     Args:
         backbone: The arguments of `load_backbone`.
         examples: Client index -> its training examples, encoded.
-        settings: How clients train.
         memory: What clients keep between rounds; stays with rank 0.
         cohort_size: Clients in one forward and backward pass; `auto` as many as a rank's memory holds, and no more than
             gives every rank its share.
-        seed: The run's seed.
         timeout_seconds: Time that the ranks wait for each other.
         on_step: Called after each cohort with (cohorts done, cohorts in all, its clients' mean loss).
         private: Returns a client's DP-SGD in a round; None to train without.

@@ -41,8 +41,6 @@ class WorkerSlots:
     """Several models, loaded in every worker; they score batches in turn. An `EvaluatedModel`.
 
     Args:
-        workers: The processes.
-        slots: Number of models.
         seq2seq: The input form of an encoder-decoder model; None for a causal model.
     """
 
@@ -90,10 +88,6 @@ def opened(
     """Loads models into all workers, for the duration of the block.
 
     Args:
-        workers: The processes.
-        plans: Each model's plan.
-        tensors: Each model's tensors.
-        merged: The changes that their backbone holds.
         seq2seq: The input form of an encoder-decoder model; None for a causal model.
     """
     digest = f"scored {next(_numbers)}" if merged else ""

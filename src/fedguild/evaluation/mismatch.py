@@ -24,7 +24,6 @@ class Mismatch:
     """Sums <y_k, y>, |y_k|^2 and |y|^2 over the tokens of every slot, in fp64.
 
     Args:
-        layers: The model's mixture-of-experts layers.
         slots: S.
     """
 

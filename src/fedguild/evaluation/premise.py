@@ -207,7 +207,6 @@ def _batch(rows: Tensor) -> SlotBatch:
 
 
 def _halves(top_k: int) -> Iterator[int]:
-    """Yields top-k, half of it, and so on to one."""
     while top_k >= 1:
         yield top_k
         top_k //= 2

@@ -59,9 +59,7 @@ def evaluate(
         model: Runs `examples[s]` in its slot s, adapters in evaluation mode.
         examples: The test examples of each slot: one pooled set under several budgets, or each
             client's own. A slot may have none.
-        tokenizer: The model's tokenizer.
         max_tokens: Longest text, prompt and response together, as in training.
-        max_new_tokens: Longest generated response.
         batch_tokens: Bound on the tokens of one forward pass, padding included.
         scoring: How examples are scored; None for the defaults.
 
@@ -133,7 +131,6 @@ def _score(
         candidates: Its tokens: the choices, or the response alone.
         nll: Summed negative log-likelihood of each candidate, in nats.
         text: The generated response, where there is one.
-        scoring: How it is scored.
     """
     lengths = [len(response) for response in candidates.responses]
     right = example.answer or 0

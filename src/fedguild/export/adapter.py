@@ -81,8 +81,6 @@ def write_adapter(
 
     Args:
         folder: Where to write; it must exist.
-        model: The backbone.
-        deployment: The model to write.
         base: Where peft finds the base model: a hub id or a folder.
         revision: The base model's branch, tag or commit on the hub.
 

@@ -38,7 +38,6 @@ def write_code(folder: Path, backbone: Backbone, deployment: Deployment) -> None
     Args:
         folder: Where to write; it must exist.
         backbone: The model; not changed.
-        deployment: The model to write.
 
     Raises:
         ModelError: the backbone's weights are quantised, or no code runs what is trained.

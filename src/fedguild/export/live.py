@@ -77,7 +77,6 @@ class _Described:
 
     Args:
         slots: The deployment, attached.
-        forward: The pass as transformers has it.
         front: Positions that a soft prompt puts in front of every row.
     """
 
@@ -160,7 +159,6 @@ def _rows(ids: Tensor, mask: Tensor) -> SlotBatch:
 
 
 def _front(slots: SlotModel) -> int:
-    """Returns the number of positions that the slots' parts put in front of every row."""
     if slots.copies > 1:
         return 0
     one = torch.zeros(1, 1, dtype=torch.int64, device=slots.device)

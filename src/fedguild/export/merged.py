@@ -113,7 +113,6 @@ def _merged(
         adapted: The modules, where they have LoRA; else empty.
         changed: The modules, where they are trained in full; else empty.
         factor: The layer's output scale, or 1.
-        deployment: The trained model.
     """
     if not adapted and not changed and factor == 1.0:
         return weight

@@ -38,8 +38,6 @@ def write_per_expert(
 
     Args:
         folder: Where to write; it must exist.
-        backbone: The backbone.
-        deployment: The model to write.
         base: Where the server finds the base model: a hub id or a folder.
         revision: The base model's branch, tag or commit on the hub.
 
@@ -103,8 +101,6 @@ def published_names(backbone: Backbone, weight: str, parts: int, experts: int) -
     The names come from transformers' own conversion of the weights, given a tensor whose entries say where they are.
 
     Args:
-        backbone: The backbone.
-        weight: Name of the weight in transformers.
         parts: Number of modules whose outputs are stacked in it.
         experts: M, or 0 for a weight of two dimensions.
 

@@ -107,10 +107,8 @@ def export(
     code (`code`). `reason` then says why.
 
     Args:
-        run_folder: A run.
         subject: The model to export; None for the global one as the largest budget runs it.
         output: The folder to write; new or empty.
-        form: The form.
         round: The round to take the model from; the last by default.
 
     Raises:
@@ -129,7 +127,6 @@ def load_attached(run_folder: Path, subject: Subject | None = None, round: int |
     """Returns a model of a run as a transformers model with its adapter and routing attached, and the run.
 
     Args:
-        run_folder: A run.
         subject: The model; None for the global one as the largest budget runs it.
         round: The round to take the model from; the last by default.
 
@@ -147,9 +144,7 @@ def export_own(experiment: Experiment, excerpt: Payload, number: int, output: Pa
     """Writes the own model of an experiment's only client, as `export` does.
 
     Args:
-        experiment: One client's part of a run.
         excerpt: The client's excerpt of the state after the round.
-        number: The round.
         output: The folder to write; new or empty.
 
     Raises:
@@ -247,10 +242,8 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
     """Returns one of an experiment's models, and where it comes from.
 
     Args:
-        experiment: The run.
         state: The method's state; for a client's own model, its excerpt.
         number: The round that led to the state.
-        subject: The model to return.
     """
     budget, deployment = _deployed(experiment, state, number, subject)
     path = experiment.config.model.path

@@ -22,7 +22,6 @@ def main(address: str, secret: str) -> None:
 
     Args:
         address: Where Flower's node answers, `host:port`.
-        secret: The file with the node's secret.
     """
     source = TaskSource(address, Path(secret))
     for task in source.forever(CLIENT_APP, AGENT_APP):

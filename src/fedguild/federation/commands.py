@@ -128,7 +128,6 @@ def start_run(folder: Path, ticket: str, *, stream: bool = True, round: int | No
     """Returns the command that starts a run.
 
     Args:
-        folder: The server's folder.
         ticket: The name under which the run leaves its outcome.
         stream: Whether it streams the run's output and ends with it.
         round: The round to go back to; None to go on.
@@ -180,7 +179,6 @@ def _site_secret(folder: Path, site: SiteSettings) -> Path:
 
 
 def _environment(home: Path) -> dict[str, str]:
-    """Returns this process's environment with Flower's variables, its own folder, and its programs on the path."""
     programs = str(Path(sys.executable).parent)
     path = os.pathsep.join([programs, os.environ.get("PATH", os.defpath)])
     _make_secret(home / SECRET)

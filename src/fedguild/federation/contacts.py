@@ -13,10 +13,6 @@ class NotedTransport:
     """A `Transport` that notes who is connected, what was sent, and who answered.
 
     Clients are named as the operator registered their keys, never as they name themselves.
-
-    Args:
-        transport: Carries the messages.
-        note: Takes the events.
     """
 
     def __init__(self, transport: Transport, note: Note) -> None:

@@ -102,9 +102,7 @@ def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> l
     """Registers the clients' keys with Flower; returns a line for each that is new.
 
     Args:
-        nodes: The folder of the public keys.
         state: The folder that records which keys are registered.
-        environment: Environment of Flower's programs.
 
     Raises:
         FedGuildError: Flower refuses a file.
@@ -219,7 +217,6 @@ def run_federation(
     Args:
         folder: The server's folder; its server is up.
         echo: Prints a line for the user.
-        fresh: Refuse to resume a run.
         detach: Return as soon as the run has started, with the status `started`; it goes on by itself.
         round: Go back to this round of the run.
 
@@ -315,7 +312,6 @@ def stop_federation(folder: Path, echo: Echo, wait_seconds: float = STOP_SECONDS
     """Stops the run of a server's folder, so that `run` goes on with it; returns whether there was one.
 
     Args:
-        folder: The server's folder.
         echo: Prints a line for the user.
         wait_seconds: How long to wait for its end.
 

@@ -31,11 +31,7 @@ class Child:
     what it writes.
 
     Args:
-        name: Its name in messages.
-        command: Its program and arguments.
-        environment: Its environment.
         log: The file that its output is appended to.
-        folder: Its working directory.
     """
 
     def __init__(

@@ -44,7 +44,6 @@ def write_project(
 
     Args:
         folder: A new or empty folder.
-        clients: Number of clients.
         config_name: A preset or a config file.
         overrides: Settings on top of it, `key.sub=value`.
         address: Where the clients find the server, `host:port`.

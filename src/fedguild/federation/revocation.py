@@ -11,11 +11,7 @@ REVOKED = "revoked.json"
 
 
 class Revocations:
-    """The names of the clients whose keys were revoked.
-
-    Args:
-        state: The server's state folder.
-    """
+    """The names of the clients whose keys were revoked."""
 
     def __init__(self, state: Path) -> None:
         self.path = state / REVOKED

@@ -16,6 +16,5 @@ def private_seed(secret: bytes, config: Config, download: bytes) -> int:
     Args:
         secret: The site's secret for the run.
         config: The run's config as this site has it.
-        download: The encoded download.
     """
     return int.from_bytes(hmac.digest(secret, config.fingerprint().encode() + download, "sha256"), "big")

@@ -75,9 +75,7 @@ def main(address: str, secret: str, authority: str, state: str) -> None:
 
     Args:
         address: Where Flower's server answers, `host:port`.
-        secret: The file with the server's secret.
         authority: The authority's certificate, a PEM file.
-        state: The server's state folder.
     """
     source, audit = TaskSource(address, Path(secret), Path(authority)), AuditLog(Path(state))
     folder = Path(secret).parent

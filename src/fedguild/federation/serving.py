@@ -74,7 +74,6 @@ class RemoteData(PreparedData):
     counts: Mapping[str, list[int]] = field(default_factory=dict)
 
     def sizes(self) -> dict[str, list[int]]:
-        """Returns the number of each client's examples by split."""
         return {name: list(self.counts[name]) for name in ("train", "validation", "test")}
 
 
@@ -231,9 +230,7 @@ def serve(
 
     Args:
         transport: Reaches the clients.
-        settings: The server's settings.
         folder: The server's folder; its relative paths start here.
-        progress: Receives the run's progress.
         poll_seconds: Interval between two polls for replies.
         round: Goes back to this round of the run; None to go on from its last complete one.
 
@@ -388,10 +385,6 @@ def _wait_for_clients(
     """Waits for the clients without which the run cannot start or resume, and admits those that have joined.
 
     Args:
-        registry: Knows who is there.
-        config: The run's config.
-        settings: The server's settings.
-        members: Of the run.
         needs_all: Whether the method needs all clients at the start, since its first state depends on each of them.
     """
     federation = config.federation

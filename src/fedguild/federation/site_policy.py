@@ -98,7 +98,6 @@ class SitePolicy(AcceptSettings):
         """Returns why a score that is a mean over this number of examples is refused; empty if it is not.
 
         Args:
-            examples: The number.
             withheld: Whether the refusal does not say it.
         """
         if examples < self.min_scored:
@@ -110,7 +109,6 @@ class SitePolicy(AcceptSettings):
         """Returns why a run is refused for what the server would see of this site; empty if it is not.
 
         Args:
-            secure: Whether it aggregates securely.
             disclosed: What such a run sends in the clear beside.
         """
         if self.secure and not secure:
@@ -142,7 +140,6 @@ class SitePolicy(AcceptSettings):
 
         Args:
             released: What all runs released before.
-            following: What the round would release.
         """
         if self.max_epsilon is None:
             return ""
@@ -206,7 +203,6 @@ class RequestLog:
         """Returns why a request is one too many; notes it, and returns an empty text, if it is not.
 
         Args:
-            message: The request.
             most: Maximum number of different requests of its kind in its round; None for no limit.
             in_run: The setting that limits those in the whole run, and its value; None for no limit.
 
@@ -267,9 +263,7 @@ class SumLog:
         """Notes a sum before it is opened.
 
         Args:
-            training: Digest of the training.
             half: `weights` or `values`.
-            digest: Of who is in the sum.
 
         Raises:
             UploadError: the same training went into another sum.

@@ -15,7 +15,6 @@ def request_stop(state: Path, by: str) -> None:
     """Asks the run of a state folder to stop.
 
     Args:
-        state: The server's state folder.
         by: Who asks, for the message.
     """
     write_json(state / STOP, {"by": by, "since": datetime.now().astimezone().isoformat(timespec="seconds")})

@@ -113,9 +113,7 @@ class TrainerService:
     """Handles the server's requests with this site's model, data and memory.
 
     Args:
-        site: The site's settings.
         folder: The site's folder; its relative paths start here.
-        load: Loads the backbone of a config.
 
     Attributes:
         loads: How often this object has loaded the backbone.
@@ -486,7 +484,6 @@ def _bind(folder: Path, config: Config) -> None:
 
 
 def _relink(link: Path, target: str) -> None:
-    """Points a symbolic link at a folder beside it, whatever it pointed at before."""
     temporary = link.with_name(f".{link.name}.part")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target)

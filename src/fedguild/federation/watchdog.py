@@ -44,11 +44,7 @@ _SET_PARENT_DEATH_SIGNAL = 1
 
 
 class Watchdog:
-    """Watches over one process group on behalf of this process.
-
-    Args:
-        group: The process group's id.
-    """
+    """Watches over one process group on behalf of this process."""
 
     def __init__(self, group: int) -> None:
         reading, self._writing = os.pipe()

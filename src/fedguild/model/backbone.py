@@ -329,7 +329,6 @@ def make_backbone(
 
 
 def _require_padding(tokenizer: Any) -> None:
-    """Gives a tokenizer a token to pad with, if it has none."""
     if tokenizer is not None and tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
 

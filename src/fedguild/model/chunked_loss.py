@@ -35,7 +35,6 @@ def chunked_losses(
     Args:
         hidden: [P, H], the head's input.
         targets: [P] token ids.
-        head: The frozen head.
         label_smoothing: See `torch.nn.functional.cross_entropy`.
         rows: Tokens of a chunk.
     """

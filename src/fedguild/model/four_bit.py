@@ -28,10 +28,6 @@ KIND = "nf4"
 def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
     """Returns the arguments with which `from_pretrained` puts linear layers on a GPU in 4 bit.
 
-    Args:
-        dtype: The dtype of the products.
-        device: The GPU.
-
     Raises:
         ConfigError: there is no GPU, or bitsandbytes or accelerate is missing or too old.
     """

@@ -119,7 +119,6 @@ class ModelInfo:
         """Returns a number of active experts per token that this model can run.
 
         Args:
-            count: The number.
             who: The name of the caller for the message.
 
         Raises:

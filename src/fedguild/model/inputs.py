@@ -17,7 +17,6 @@ def model_inputs(backbone: Backbone, batch: SlotBatch, rows: PackedRows | None =
     """Returns the arguments of a forward pass; causal attention needs no mask for padding on the right.
 
     Args:
-        backbone: The model.
         batch: The batch, on the model's device.
         rows: The rows that the batch holds packed; None where it holds none.
 

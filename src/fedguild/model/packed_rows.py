@@ -76,13 +76,7 @@ def allow_packing(model: Any) -> bool:
 
 
 def pads_attention(config: Any, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the attention pads packed rows, as on a GPU without torch's variable-length attention for the model.
-
-    Args:
-        config: The model's config.
-        device: Where it runs.
-        dtype: The dtype of its products.
-    """
+    """Whether the attention pads packed rows, as on a GPU without torch's variable-length attention for the model."""
     text = config.get_text_config()
     values = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     keys = values
@@ -92,7 +86,6 @@ def pads_attention(config: Any, device: torch.device, dtype: torch.dtype) -> boo
 
 
 def _has_variable_length(device: torch.device, dtype: torch.dtype, keys: int, values: int) -> bool:
-    """Whether torch's variable-length attention takes heads of these widths."""
     return device.type == "cuda" and dtype in _VARLEN_DTYPES and keys == values <= 256
 
 
@@ -140,11 +133,9 @@ def packed_attention(
     """Returns the attention's output [B, T, heads, d], as `AttentionInterface` asks for it.
 
     Args:
-        module: The layer's attention.
         query: [B, heads, T, d].
         key: [B, key-value heads, T, d].
         value: [B, key-value heads, T, d'].
-        attention_mask: As sdpa takes it.
         packed_rows: The rows packed in B = 1 and T = N; None where nothing is packed.
         is_masked: Whether the mask is meant; if not, the attention is causal, as it is within packed rows.
         options: What else a model gives to its attention, `scaling` among it.

@@ -24,10 +24,7 @@ class RankWatch:
     Args:
         store: The ranks' store, on a connection of its own.
         key: What precedes a rank's number in the name under which the store has its passes.
-        rank: This rank.
-        size: Number of ranks.
         limit_seconds: Time after which it speaks, once for each pass.
-        say: Receives the message.
         clock: Seconds from any start.
     """
 

@@ -91,7 +91,6 @@ class Ranks:
 
         Args:
             rank: This process's number; rank 0 opens the port.
-            size: Number of ranks.
             device: The device that this process computes on.
             address: Address of rank 0.
             port: Port of rank 0.
@@ -125,11 +124,7 @@ class Ranks:
         return ranks
 
     def watch_device(self, group: Any) -> None:
-        """Lets a GPU's communication wait longer than the ranks do, and watches meanwhile.
-
-        Args:
-            group: The ranks' process group.
-        """
+        """Lets a GPU's communication wait longer than the ranks do, and watches meanwhile."""
         longer = timedelta(seconds=self.timeout_seconds + DEVICE_MARGIN_SECONDS)
         group._get_backend(self.device)._set_default_timeout(longer)
         self.watch = RankWatch(self.store.clone(), _PASS, self.rank, self.size, self.timeout_seconds)  # type: ignore[attr-defined]

@@ -29,7 +29,6 @@ def shard(model: Any, layers: Sequence[nn.Module], ranks: Ranks) -> None:
     Args:
         model: A model of transformers.
         layers: Its layers, in the order in which they run.
-        ranks: This process's place.
 
     Raises:
         ModelError: the model has no layers.

@@ -49,7 +49,6 @@ def add_slot_rows_in_place(total: Tensor, rows: Tensor, matrices: Tensor, counts
 
     Args:
         total: Contiguous; nothing else may need it as it is.
-        rows: Slot-major.
         matrices: [S, a, c].
         counts: As `slot_rows` takes them.
     """

@@ -33,10 +33,6 @@ class SlotModel:
     context manager, one at a time on a backbone. Parts attach to it as an `AdapterHost`
     (`fedguild.model.adapters.part`); `trainables` is `loaded` without the frozen tensors.
 
-    Args:
-        backbone: The frozen model.
-        plans: Each slot's plan.
-
     Raises:
         ConfigError: the plans do not fit together, a target names no layer, or a plan has more active experts than the
             model's top-k.
@@ -137,7 +133,6 @@ class SlotModel:
         """Sets tensors of a slot's adapter, frozen or trained.
 
         Args:
-            slot: Index of the slot.
             tensors: Name -> tensor, at the slot's own shapes; a name left out keeps its value.
 
         Raises:
@@ -154,7 +149,6 @@ class SlotModel:
         """Returns copies of a slot's trainables, in fp32 on the CPU, at its own shapes.
 
         Args:
-            slot: Index of the slot.
             frozen: Whether to return its frozen tensors, too.
         """
         return {
@@ -338,7 +332,6 @@ class SlotModel:
             self.loaded[name] = SlotTensor(name, stored, layout.axis, layout.swapped, shapes, layout.decays)
 
     def _attach(self) -> None:
-        """Hooks the parts into the backbone, in the order of the plan."""
         for parts in self._parts:
             parts[0].attach(self, parts)
         head = self.backbone.head

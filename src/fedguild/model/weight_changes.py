@@ -87,7 +87,6 @@ def with_changes(weight: Tensor, modules: Sequence[str], found: Mapping[str, Seq
 
     Args:
         weight: W [.., n·out, in] of n modules with concatenated outputs.
-        modules: The n modules.
         found: Module -> its changes, as `changes` returns them; a module may have none.
 
     Raises:
@@ -122,8 +121,6 @@ def merged(model: nn.Module, info: ModelInfo, merges: Mapping[str, Tensor]) -> I
     touched.
 
     Args:
-        model: The model of transformers.
-        info: Its description.
         merges: The changes, in the form that `changes` takes; if empty, nothing is done.
 
     Raises:

@@ -31,7 +31,6 @@ def check_weights(folder: Path, model: Any) -> None:
     """Checks the weight files of a folder against the model that its config describes.
 
     Args:
-        folder: The model's folder.
         model: The model of transformers that its config describes, on the meta device; its weights are replaced.
 
     Raises:
@@ -177,6 +176,5 @@ def _loaded_without_values(model: Any, shapes: Mapping[str, tuple[int, ...]]) ->
 
 
 def _first(items: Iterable[str]) -> str:
-    """Returns a list of the first few names."""
     ordered = sorted(items)
     return ", ".join(ordered[:_SHOWN]) + (", …" if len(ordered) > _SHOWN else "")

@@ -41,7 +41,6 @@ def decode(data: bytes, source: str = "A payload") -> Payload:
     """Returns the payload that `encode` wrote, its tensors on the CPU and sorted by name.
 
     Args:
-        data: Bytes from an untrusted peer.
         source: Description of their origin for error messages.
 
     Raises:

@@ -248,8 +248,6 @@ def read_metadata(model: type[_Model], metadata: Mapping[str, Any], fault: str) 
     """Returns what a message carries beside its header's own fields.
 
     Args:
-        model: The model of its kind.
-        metadata: The header's metadata.
         fault: How the error message begins.
 
     Raises:

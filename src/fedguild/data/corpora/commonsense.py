@@ -101,7 +101,6 @@ def read(source: Source, template: str, *, label: Label = "task") -> Iterator[Ex
 
     Args:
         source: A JSON file, a folder of the eight sets, or a dataset on the hub.
-        template: Name of the prompt template.
         label: What a Dirichlet partition draws over: the source set, or the answer.
 
     Raises:

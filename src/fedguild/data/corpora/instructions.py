@@ -53,7 +53,6 @@ def read(
 
     Args:
         source: A local file or folder, or a dataset on the hub.
-        template: Name of the prompt template.
         instruction_column: Column of the instruction; None looks for instruction, prompt, question.
         input_column: Column of the input; None looks for input, context; may be absent; empty for none.
         response_column: Column of the response; None looks for response, output, completion, answer.

@@ -83,7 +83,6 @@ def read(source: Source, template: str, *, label: Label = "task", max_tasks: int
 
     Args:
         source: A folder of task files, one such file, or the dataset on the hub.
-        template: Name of the prompt template.
         label: What a Dirichlet partition draws over: the task, or its first category (files only).
         max_tasks: Keep only this many tasks, those with the most training instances.
 

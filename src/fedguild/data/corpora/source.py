@@ -31,7 +31,6 @@ class HubDataset:
     revision: str = ""
 
     def __str__(self) -> str:
-        """Returns the dataset as it is written in a config."""
         return self.name + (f":{self.config}" if self.config else "") + (f"@{self.split}" if self.split else "")
 
 

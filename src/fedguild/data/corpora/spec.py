@@ -60,7 +60,6 @@ def keep_frequent_labels(examples: Iterable[Example], top: int, training: Sequen
     """Relabels everything but the frequent labels as `other`, so that a long tail can be partitioned.
 
     Args:
-        examples: Examples of one split.
         top: How many of the most frequent labels keep their name (ties: alphabetical).
         training: The training examples already relabelled, where `examples` are the test split:
             the labels that occur there are kept instead.

@@ -96,7 +96,6 @@ def read_table(source: Source, headerless: Headerless | None = None) -> Table:
     """Reads a source that is a file, a folder with one file per split, or a hub dataset.
 
     Args:
-        source: What to read.
         headerless: For CSV: given the first line's cells, returns the column names where that
             line is already data.
 

@@ -61,7 +61,6 @@ def read(source: Source, template: str, *, impossible: bool = False) -> Iterator
 
     Args:
         source: A file in SQuAD's format, a folder with one per split, or a SQuAD dataset of the hub.
-        template: Name of the prompt template.
         impossible: Keep questions that are marked impossible but have an answer nevertheless.
 
     Raises:

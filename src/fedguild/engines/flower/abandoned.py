@@ -18,11 +18,7 @@ MOST, AT_ONCE = 8192, 64
 
 
 class Abandoned:
-    """The requests that were given up.
-
-    Args:
-        transport: Sent them.
-    """
+    """The requests that were given up."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

@@ -203,10 +203,7 @@ class _Meter:
     meter ends the pull then, and before the next one looks whether those that were missing have come.
 
     Args:
-        client: The client.
-        grid: The Grid that uses it.
         limit_bytes: Most bytes of a reply's objects.
-        arriving: What is known of the reply.
     """
 
     def __init__(self, client: Any, grid: HttpGrid, limit_bytes: int, arriving: _Arriving) -> None:
@@ -321,11 +318,7 @@ def make_server_app(main: Callable[[GridTransport, Mapping[str, Any]], None]) ->
 
 
 def make_client_app(handle: Callable[[Message], Message]) -> ClientApp:
-    """Returns the app that Flower runs on a client, one process per message.
-
-    Args:
-        handle: Returns the reply to a message.
-    """
+    """Returns the app that Flower runs on a client, one process per message."""
     app = ClientApp()
 
     def reply_to(request: FlowerMessage, context: Context) -> FlowerMessage:

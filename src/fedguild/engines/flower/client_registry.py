@@ -86,7 +86,6 @@ class ClientRegistry:
         """Waits until every client has registered; returns client index -> client.
 
         Args:
-            wait_seconds: Longest time to wait.
             enough: This many clients are enough once `grace_seconds` have passed; None for all.
             grace_seconds: Time to wait for the other clients if enough are there.
 

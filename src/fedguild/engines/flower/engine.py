@@ -105,7 +105,6 @@ class FlowerEngine:
         registry: Knows which node is which client.
         run_metadata: Metadata that accompanies the payload of every request: the run's config.
         uploads: Folder for uploads until they are aggregated.
-        codec: Codec of the payloads.
         limit_bytes: Largest encoded upload that is decoded; None for no limit.
         poll_seconds: Interval between two polls for replies.
         silence_seconds: A client that has not replied for this long is asked whether it still has its task.
@@ -213,8 +212,6 @@ class FlowerEngine:
         replied, the others are waited for as in training (`patience`).
 
         Args:
-            kind: The kind of the request.
-            round: The round that it is about.
             body_of: Client index -> the request's body; called when it is sent, and not kept.
             wait_seconds: How long to wait for the replies.
             metadata: The request's metadata, beside the run's config.
@@ -501,7 +498,6 @@ def read_payload(body: bytes, source: str) -> Payload:
     """Returns the payload of a message's body, expanded from its codec.
 
     Args:
-        body: The body.
         source: Origin of the payload, for the error message.
 
     Raises:

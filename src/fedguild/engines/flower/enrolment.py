@@ -31,7 +31,6 @@ def main(connection: str, work: Mapping[str, Any], write: Callable[[str], None])
     Args:
         connection: The name of the server in Flower's config.
         work: `register`, name -> path of a public key; `revoke`, names.
-        write: Writes a line.
     """
     client = init_http_client_from_connection(read_superlink_connection(connection))
     try:

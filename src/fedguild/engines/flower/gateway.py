@@ -66,7 +66,6 @@ class Quota:
 
     Args:
         most_bytes: At once.
-        window_seconds: The window.
         clock: Returns the time in seconds.
     """
 
@@ -110,7 +109,6 @@ class Gateway:
     """An ASGI application that forwards the fleet's requests.
 
     Args:
-        client: Sends the requests.
         server: Flower's server, `https://127.0.0.1:9444`.
         quota: How much each client may send; None for any number of bytes.
         bytes_per_second: The least rate at which a body may come after its first `BODY_SECONDS`.

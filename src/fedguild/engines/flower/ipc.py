@@ -32,8 +32,6 @@ def request(folder: Path, message: Message, *, wait_seconds: float = 600.0) -> M
     """Returns the trainer's reply to a message; a reply with a failure if the trainer dies meanwhile.
 
     Args:
-        folder: Where the trainer writes its address.
-        message: The request.
         wait_seconds: How long to wait for a trainer that is not up yet (it may be loading the model).
     """
     deadline = time.monotonic() + wait_seconds

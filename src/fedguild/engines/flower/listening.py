@@ -71,7 +71,6 @@ def listen(host: str, port: int, most: int | None) -> list[Listener]:
 
     Args:
         host: A name or an address.
-        port: The port.
         most: Most connections from one address, over all these sockets; None for no limit.
 
     Raises:
@@ -193,9 +192,6 @@ def server_of(
     """Returns a server, and the sockets on which it is to run.
 
     Args:
-        application: An ASGI application.
-        host: Where it listens.
-        port: The port.
         certificate: The server's certificate, a PEM file.
         key: Its private key, a PEM file.
         header_seconds: Time limit for a TLS handshake, and again for a request's header.

@@ -59,7 +59,6 @@ class TaskSource:
 
     Args:
         address: Where the program answers, `host:port`.
-        secret: The file with its secret.
         authority: The authority's certificate if it answers over TLS, a PEM file.
     """
 
@@ -121,9 +120,6 @@ def answer(source: TaskSource, task: Task, app: ClientApp, refusal: Callable[[by
     """Answers the message of a node's task.
 
     Args:
-        source: The node.
-        task: One of its tasks.
-        app: Handles the message.
         refusal: Returns why a bundle is not that of `app`; empty if it is.
 
     Returns:

@@ -48,8 +48,6 @@ class Transport(Protocol):
         """Sends a message; returns the id to poll for its reply with.
 
         Args:
-            node: Id of the receiver.
-            message: What to send.
             ttl_seconds: How long the transport keeps the message and its reply.
 
         Raises:
@@ -61,7 +59,6 @@ class Transport(Protocol):
         """Returns the reply to a message, once; None until it has arrived.
 
         Args:
-            message_id: The message's id.
             limit_bytes: Largest reply, header and body, that is taken into memory; one that is larger is discarded, and
                 a NoReply says so; 0 discards any. None for no limit.
         """

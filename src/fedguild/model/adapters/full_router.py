@@ -28,7 +28,6 @@ class FullRouter(AdapterPart):
         return {delta_name(moe.router): (moe.num_experts, moe.hidden) for moe in model.moe}
 
     def attach(self, host: AdapterHost, parts: Sequence[FullRouter]) -> None:
-        """Adds D_c h to every router's logits; the term is removed when the slots close."""
         for layer in host.backbone.moe:
             layer.logit_terms.append(_term(host, host.running(delta_name(layer.info.router))))
 

@@ -83,7 +83,6 @@ class Lora(AdapterPart):
         return shapes
 
     def trains(self, name: str) -> bool:
-        """Whether a factor is not frozen."""
         return leaf(name) not in self.frozen
 
     def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
@@ -105,7 +104,6 @@ class Lora(AdapterPart):
         return Layout(tuple(sizes), axis=1 if in_experts else 0, swapped=in_experts and leaf(name) == UP)
 
     def attach(self, host: AdapterHost, parts: Sequence[Lora]) -> None:
-        """Adds the low-rank product to every targeted layer, router and expert."""
         LoraHooks(host, parts).attach()
 
 
@@ -113,7 +111,6 @@ class LoraHooks:
     """Hooks that add the low-rank products of all slots to a backbone.
 
     Args:
-        host: The slots.
         parts: Each slot's LoRA, in slot order.
     """
 
@@ -274,7 +271,6 @@ def orthogonal_rows(down: Tensor, norm: float) -> Tensor:
 
     Args:
         down: A [.., r, in].
-        norm: The norm of its rows.
     """
     if down.shape[-2] > down.shape[-1]:
         rows: Tensor = down * (norm / down.norm(dim=-1, keepdim=True))

@@ -46,7 +46,6 @@ class OutputScale(AdapterPart):
         return {self.name_in(moe): () for moe in model.moe}
 
     def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
-        """Returns `start`."""
         return torch.full(shape, self.start)
 
     def layout(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:

@@ -120,9 +120,7 @@ class AdapterPart:
         """Returns the storage of one of its tensors for all slots; by default the slot axis comes first.
 
         Args:
-            name: The tensor's name.
             shape: The tensor's largest shape over the slots.
-            dtype: The dtype of the backbone's products.
         """
         return Layout(shape)
 
@@ -145,7 +143,6 @@ class AdapterPart:
         """Returns the part as code for plain transformers; None, by default, if there is none.
 
         Args:
-            backbone: The model.
             parts: All parts of the model to write.
             tensors: The model's tensors, those of all its parts.
         """

@@ -92,7 +92,6 @@ def prepend(host: AdapterHost, tokens: Sequence[int], prompt: Callable[[], Tenso
     """Widens every batch, and fills the new positions' embeddings.
 
     Args:
-        host: Where the part attaches.
         tokens: n, by slot.
         prompt: Returns the prompts, [S, n, d].
 

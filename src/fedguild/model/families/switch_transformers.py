@@ -40,7 +40,6 @@ class SwitchExperts(nn.Module):
     Args:
         up: [M, F, H].
         down: [M, H, F].
-        activation: The function between them.
     """
 
     up_proj: nn.Parameter
@@ -88,7 +87,6 @@ class SwitchTransformers(Family):
             block.router.classifier.to(block.router.dtype)
 
     def info(self, name: str, block: Any) -> MoeInfo:
-        """Returns names and sizes of a sparse MLP."""
         num_experts, width, hidden = block.experts.up_proj.shape
         router = f"{name}.router.classifier"
         return MoeInfo(name, router, f"{name}.experts", num_experts, 1, hidden, width, PROJECTIONS)
@@ -98,15 +96,12 @@ class SwitchTransformers(Family):
         return RoutingRule()
 
     def capacity(self, router: Any) -> int | None:
-        """Returns the expert capacity of the config."""
         return int(router.expert_capacity)
 
     def frozen(self, experts: Any) -> FrozenExperts:
-        """Returns the stacked weights."""
         return FrozenExperts(experts.up_proj, experts.down_proj, experts.activation)
 
     def attach(self, model: Any, layers: Sequence[MoeLayer]) -> None:
-        """Replaces each router's result with the view's routing."""
         for layer in layers:
             experts: Any = layer.experts
             experts.run = layer.run

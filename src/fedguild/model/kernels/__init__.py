@@ -45,7 +45,6 @@ def runs(name: str, device: torch.device) -> bool:
 
     Args:
         name: One of `KERNELS`.
-        device: Where the tensors are.
 
     Raises:
         ConfigError: FEDGUILD_KERNELS has an unknown name, or names a kernel whose package is not installed.
@@ -87,7 +86,6 @@ def chosen(setting: str, kind: str = "cuda") -> frozenset[str]:
     """Returns the kernels that a value of FEDGUILD_KERNELS lets a kind of device run.
 
     Args:
-        setting: The variable's value.
         kind: `cuda` or `cpu`. What only the other runs may be named; it is left out.
 
     Raises:

@@ -49,9 +49,7 @@ def adam_step(
         updates: Trainables of one dtype, fp32 or fp64, on one device.
         rates: [S] each slot's learning rate; None for a slot that keeps its values and moments.
         counts: [S] each slot's steps, this one included.
-        betas: The moments' decay rates.
         eps: Added to the root of the second moment.
-        decay: Weight decay.
         decoupled: Whether it is AdamW's; else it is added to the gradient.
         factor: [S] factor on each slot's gradient, on the device; None for 1.
     """
@@ -109,7 +107,6 @@ def _tensors(update: Update) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def _row(update: Update, first_tile: int) -> list[int]:
-    """Returns a trainable's row of the table."""
     assert update.grad.is_contiguous(), "a trainable and its gradient lie in one order"
     inner = update.state.inner
     places = [*map(address, _tensors(update)), *mask_place(update)]
@@ -131,7 +128,6 @@ def _tiles(shapes: tuple[tuple[int, int], ...], device: torch.device) -> tuple[T
 
     Args:
         shapes: The rows of each trainable, and the elements of a row.
-        device: Where the kernel runs.
     """
     parts = [rows * -(-inner // (BLOCK * CHUNK)) for rows, inner in shapes]
     sizes = torch.tensor(parts)

@@ -22,10 +22,6 @@ class State:
 
     Args:
         value: [S, …] or [M, S, …].
-        first: Its first moment.
-        second: Its second moment.
-        axis: Position of the slot axis.
-        decays: Whether weight decay applies.
 
     Attributes:
         tensors: The value and its moments.
@@ -83,9 +79,7 @@ def step_numbers(
     Args:
         rates: [S] each slot's learning rate; None for a slot that keeps its values and moments.
         counts: [S] each slot's steps, this one included.
-        betas: The moments' decay rates.
         eps: Added to the root of the second moment.
-        decay: Weight decay.
     """
     numbers = [betas[0], betas[1], eps, decay]
     for rate, count in zip(rates, counts, strict=True):

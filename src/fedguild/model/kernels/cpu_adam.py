@@ -65,9 +65,7 @@ def adam_step(
         updates: Trainables of one dtype, fp32 or fp64.
         rates: [S] each slot's learning rate; None for a slot that keeps its values and moments.
         counts: [S] each slot's steps, this one included.
-        betas: The moments' decay rates.
         eps: Added to the root of the second moment.
-        decay: Weight decay.
         decoupled: Whether it is AdamW's; else it is added to the gradient.
         factor: [S] factor on each slot's gradient; None for 1.
     """
@@ -196,11 +194,9 @@ def _step(numbers, zero):
 
 @Kernel
 def _single(numbers):
-    """For fp32."""
     _step(numbers, np.float32(0))
 
 
 @Kernel
 def _double(numbers):
-    """For fp64."""
     _step(numbers, np.float64(0))

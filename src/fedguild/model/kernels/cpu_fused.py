@@ -43,7 +43,6 @@ def numba() -> Library:
 
 
 def _takes(values: Tensor) -> bool:
-    """Whether a tensor has values at an address, in fp32."""
     return has_plain_values(values) and values.numel() > 0
 
 
@@ -177,7 +176,6 @@ def _pieces(values: Tensor) -> int:
 
 
 def _bits(value: float) -> int:
-    """Returns the bits of a number in fp32."""
     return int(np.float32(value).view(np.int32))
 
 

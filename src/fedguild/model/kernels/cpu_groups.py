@@ -106,7 +106,6 @@ class Groups:
             rows: [n, in].
             frozen: [M, in, out], an expert's groups being G / M successive ones.
             ends: [M] int32, where each expert's rows end.
-            low_rank: What is added.
         """
         out = rows.new_empty(rows.shape[0], frozen.shape[2])
         _require(low_rank.suits(frozen.shape[2]), "the low-rank matrices suit the frozen one")
@@ -296,7 +295,6 @@ def _with_adjacent_columns(rows: Tensor) -> Tensor:
 
 @njit(inline="always")
 def _first_row(ends, group):
-    """Returns where a group's rows begin."""
     first = types.int64(0)
     if group > 0:
         first = types.int64(ends[group - 1])
@@ -408,7 +406,6 @@ def _whole_or_part(
 
 @njit(inline="always")
 def _is_empty(ends, group):
-    """Returns whether a group after the first has no rows."""
     return ends[group] == ends[group - 1]
 
 

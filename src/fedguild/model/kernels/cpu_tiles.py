@@ -291,7 +291,6 @@ def _store(builder: Any, value: Any, address: Any, number: int = 0, mask: Any = 
 
 
 def _everywhere(builder: Any, value: Any, kind: Any = FLOAT) -> Any:
-    """Returns a vector whose values are all the same."""
     nothing = ir.Constant(ir.VectorType(kind, LANES), ir.Undefined)
     first = builder.insert_element(nothing, value, INDEX(0))
     return builder.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(INDEX, LANES), [0] * LANES))

@@ -23,7 +23,6 @@ def losses_and_gradients(logits: Tensor, targets: Tensor, label_smoothing: float
         logits: [P, V], contiguous; with `gradients` overwritten by the gradient of each row's own loss.
         targets: [P] token ids below V.
         label_smoothing: ε; 1 - ε of the target's own weight and ε spread over the vocabulary.
-        gradients: Whether the gradients are needed.
     """
     assert logits.is_contiguous(), "the gradients are written over the logits"
     words = logits.shape[1]

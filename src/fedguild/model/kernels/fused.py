@@ -81,8 +81,6 @@ def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str
 
     Args:
         model: The model, without gradients; its weights may be anywhere.
-        device: The device that it computes on.
-        dtype: The dtype of its activations.
 
     Returns:
         Class of module -> the number of them that are fused.
@@ -100,8 +98,6 @@ def faults(device: torch.device, dtype: torch.dtype, wanted: set[str]) -> dict[s
     """Tries the kernels on a small random model.
 
     Args:
-        device: Where to try them.
-        dtype: The dtype of its activations.
         wanted: Which of `FUSED`.
 
     Returns:
@@ -141,9 +137,7 @@ class Fusion:
     """Replaces what modules compute.
 
     Args:
-        library: The functions that take their place.
         device: The device that the model computes on.
-        dtype: The dtype of its activations.
 
     Attributes:
         faults: Class of module -> why one was left as it is although its form allows it.
@@ -314,7 +308,6 @@ class Fusion:
         return values.to(self.device, self.dtype)
 
     def _linear(self, inner: int, outer: int, seed: int) -> nn.Linear:
-        """Returns a frozen linear layer with random weights, without a bias."""
         linear = nn.Linear(inner, outer, bias=False, device="meta")
         linear.weight = nn.Parameter(self._random(outer, inner, seed=seed) / inner**0.5, requires_grad=False)
         return linear

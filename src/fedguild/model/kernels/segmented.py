@@ -83,7 +83,6 @@ def segmented_rows(
     Args:
         rows: [n, in], common to the projections, or [n, p·in], theirs side by side.
         matrices: [G, in, out] of each projection, with equal strides.
-        segments: The groups' tiles.
         total: [n, p·out] that the product is added to in place; None for zeros.
         scale: [S, out] factor on the columns, for group expert · S + slot that of its slot; 0 masks a column.
         summed: Whether the projections' products are added up; `total` and the result are then [n, out].
@@ -144,7 +143,6 @@ def segmented_outer(
     Args:
         left: [n, a].
         right: [n, b].
-        segments: The groups' tiles.
         weight: [n, 1] or [n], factor on each row; None for 1.
         dtype: Dtype of the result; the rows' own by default.
     """

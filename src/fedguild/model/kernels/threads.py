@@ -53,7 +53,6 @@ class Kernel:
         """Runs the kernel; returns when all of its pieces are done.
 
         Args:
-            numbers: Its own numbers.
             most_pieces: How many pieces its work can be cut into.
             pieces_per_thread: How many pieces it is cut into for each thread, where there are several.
         """

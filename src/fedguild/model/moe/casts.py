@@ -22,8 +22,6 @@ class Casts:
         """Returns the tensor in a dtype, without gradients; the tensor itself where that is its own.
 
         Args:
-            tensor: A trained tensor.
-            dtype: The dtype of the products.
             scale: A constant factor, the same for this tensor in every call; None for 1.
         """
         if tensor.dtype is dtype and scale is None:

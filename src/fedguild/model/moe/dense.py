@@ -58,7 +58,6 @@ def run_every_expert(
         indices: [N, k] expert of each weight; M for one that is not active.
         keep: [N] bool, False for padding; None where every token is real.
         experts: M.
-        frozen: Returns the layer's frozen weights.
         lora: The factors A [M, 1, r, in] and B [M, 1, r, out] of every projection, down last; None without LoRA.
         scale: [1, r] LoRA's scale of the ranks.
     """

@@ -153,7 +153,6 @@ def combine(rows: Tensor, plan: Dispatch, weights: Tensor | None = None) -> Tens
 
     Args:
         rows: [n, H] in the sorted order.
-        plan: The layer's dispatch.
         weights: [pairs] factor on each pair, the pairs in the tokens' order.
     """
     factor = None if weights is None else weights.to(rows.dtype)

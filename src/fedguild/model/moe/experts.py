@@ -100,7 +100,6 @@ def run_experts(
     Args:
         tokens: [N, H] the layer's input.
         weights: [N, k] routing weights (times the output scale, if there is one).
-        plan: The layer's dispatch.
         frozen: Returns the layer's frozen weights. Each pass requests and releases them, so weights kept in 4 bit are
             unpacked for one layer at a time.
         lora: The factors of every projection, down last; None without LoRA.

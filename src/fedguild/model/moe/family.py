@@ -58,7 +58,6 @@ class Family:
         """Returns names and sizes of a block.
 
         Args:
-            name: The block's path in the model.
             block: A module with the attribute `experts`.
         """
         experts = block.experts
@@ -91,7 +90,6 @@ class Family:
         from `layer.run` in any case.
 
         Args:
-            model: The model.
             layers: All of its mixture-of-experts layers, at least one.
         """
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # it brings all of the modelling code

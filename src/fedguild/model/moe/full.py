@@ -52,7 +52,6 @@ class FullChange:
             d_rows: [n, in]; None if it is not needed.
             d_total: dy, [n, p·out].
             rows: x, [n, in].
-            trained: The p changes.
             kept: What `add` returned.
             weight: w, [n, 1], if dy does not include the routing weight yet.
             needed: Which of the changes are trained; the others' gradients are not computed.

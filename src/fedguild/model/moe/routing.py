@@ -58,7 +58,6 @@ def route(
 
     Args:
         logits: [N, M] router logits.
-        rule: The family's rule.
         top_k: The largest number of active experts of any token.
         active_experts: [N] active experts of each token, at most `top_k`; None means `top_k`.
         selection_bias: [M] added to the scores for the selection but not for the weights (DeepSeek-V3).

@@ -46,9 +46,7 @@ def run_token_side(
     Args:
         tokens: [N, H] the layer's input, slot-major.
         weights: [N, k] routing weights (times the output scale, if there is one).
-        plan: The layer's dispatch.
         rows_per_slot: Each slot's share of the tokens, in a unit that N is a multiple of their sum of.
-        frozen: Returns the layer's frozen weights.
         lora: The factors A [M, S, r, in] and B [M, S, r, out] of every projection, down last.
         scale: [S, r] LoRA's scale of each slot's ranks.
     """

@@ -138,9 +138,6 @@ class MoeLayer:
     def outputs_of(self, routing: Routing) -> tuple[Tensor, Tensor]:
         """Returns the experts' output as this pass has it, for an observer, and as it is at the model's own number.
 
-        Args:
-            routing: What the observer got.
-
         Returns:
             [N, H] with each slot's own active experts and its output scale, and [N, H] with the model's own number of
             active experts and no scale, of the same input.

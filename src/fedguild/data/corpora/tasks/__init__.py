@@ -67,7 +67,6 @@ def draw(name: str, rng: Generator, *, held_out: bool = False) -> Iterator[Examp
     """Yields examples of one family without end, repeats included.
 
     Args:
-        name: The family's name.
         rng: Generator that the questions are drawn with.
         held_out: Whether to yield test questions or training questions.
     """

@@ -45,7 +45,6 @@ class Family:
 
 
 def _sample(rng: Generator, pool: Sequence[str], count: int) -> list[str]:
-    """Returns `count` different words of the pool, in random order."""
     return [pool[i] for i in rng.permutation(len(pool))[:count]]
 
 
