@@ -57,7 +57,6 @@ class MLflow:
             self._client.log_batch(self._id, metrics=metrics[start : start + _MOST_METRICS])
 
     def finish(self, *, failed: bool) -> None:
-        """Sets the run's status."""
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
     def _last_round(self) -> int:

@@ -30,13 +30,11 @@ class TensorBoard:
         return Begun(folder.name)
 
     def add(self, round: int, values: Mapping[str, float]) -> None:
-        """Writes a scalar for each value."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, round)
         self._writer.flush()
 
     def finish(self, *, failed: bool) -> None:
-        """Closes the file."""
         self._writer.close()
 
 

@@ -24,7 +24,6 @@ class Trackio:
     _run: Any
 
     def begin(self, run: TrackedRun) -> Begun:
-        """Begins a run, or continues it by its name."""
         with contextlib.redirect_stdout(sys.stderr):
             import trackio
 
@@ -43,11 +42,9 @@ class Trackio:
         return Begun(name, None if following is None else following - 1)
 
     def add(self, round: int, values: Mapping[str, float]) -> None:
-        """Logs the values as one step."""
         self._run.log(dict(values), step=round)
 
     def finish(self, *, failed: bool) -> None:
-        """Sends what waits and ends the run."""
         with contextlib.redirect_stdout(sys.stderr):
             self._run.finish()
 

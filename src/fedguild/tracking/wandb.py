@@ -63,11 +63,9 @@ class Wandb:
         return Begun(identity, held if run.id and held >= 0 else None)
 
     def add(self, round: int, values: Mapping[str, float]) -> None:
-        """Logs the values as one step."""
         self._run.log(dict(values), step=round, commit=True)
 
     def finish(self, *, failed: bool) -> None:
-        """Ends the run."""
         self._run.finish(exit_code=int(failed))
 
 
