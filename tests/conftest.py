@@ -37,6 +37,30 @@ TOGETHER = {
 }
 """File of tests -> what they share: processes of which a machine bears one at a time, or a fixture that takes long."""
 
+SPREAD = frozenset(
+    f"tests/{file}.py"
+    for file in (
+        "cli/test_end_to_end",
+        "cli/test_profile",
+        "client/test_optimizer",
+        "client/test_synchronisations",
+        "config/test_table",
+        "costs/test_traffic",
+        "engines/flower/test_faults",
+        "experiment/test_bad_input",
+        "experiment/test_presets",
+        "methods/test_matrix",
+        "methods/test_synchronisations",
+        "secure/test_methods",
+        "secure/test_runs",
+        "trust/test_attacks",
+        "trust/test_fuzzing",
+        "trust/test_poison",
+        "trust/test_poisoned_parts",
+    )
+)
+"""Files of tests that take ten seconds and more, and whose fixtures do not: several workers run them."""
+
 UNTRACED = frozenset(
     f"tests/{file}.py"
     for file in (
@@ -94,8 +118,18 @@ def pytest_configure() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.nodeid.split("::")[0] in UNTRACED:
+        if file_of(item.nodeid) in UNTRACED:
             item.add_marker(pytest.mark.no_cover)
+    items.sort(key=lambda item: turn_of(file_of(item.nodeid)))
+
+
+def file_of(nodeid: str) -> str:
+    return nodeid.partition("::")[0]
+
+
+def turn_of(file: str) -> int:
+    """What waits most of the time comes first, then what takes long, so that no worker has much of it at the end."""
+    return 0 if file in TOGETHER else 1 if file in SPREAD else 2
 
 
 def pytest_collection_finish() -> None:
@@ -116,13 +150,11 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 class Scheduling(LoadScopeScheduling):
-    """Gives the tests that start Flower to one worker, those that start Ray to one, and any other to who is free.
-
-    The largest groups come first: these two wait for processes and networks most of the time, while the others compute.
-    """
+    """Gives a file, or files that belong together, to one worker; tests of the files in SPREAD to whoever is free."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return TOGETHER.get(nodeid.split("::")[0], nodeid)
+        file = file_of(nodeid)
+        return nodeid if file in SPREAD else TOGETHER.get(file, file)
 
 
 @pytest.hookimpl(optionalhook=True)
