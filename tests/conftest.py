@@ -26,7 +26,7 @@ TOGETHER = {
     "tests/engines/flower/test_kills_long.py": "flower",
     "tests/engines/test_ray.py": "ray",
     "tests/costs/test_published.py": "published",
-    "tests/test_docs.py": "published",
+    "tests/tools/test_docs.py": "published",
     "tests/experiment/test_disk.py": "disk",
     "tests/experiment/test_resume.py": "resume",
     "tests/export/test_run.py": "exports",

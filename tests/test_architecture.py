@@ -12,6 +12,7 @@ import pytest
 
 from fedguild.methods import METHODS
 from fedguild.server.method import Method
+from tests.conftest import SPREAD, TOGETHER, UNTRACED
 
 SOURCE = Path(__file__).parents[1] / "src" / "fedguild"
 MODULES = sorted(SOURCE.rglob("*.py"))
@@ -248,3 +249,8 @@ def test_a_methods_class_is_based_on_nothing_but_method():
     every = [METHODS.load(name) for name in METHODS]
     assert len(every) > 20
     assert [method.__name__ for method in every if method.__bases__ != (Method,)] == []
+
+
+def test_the_files_that_the_tests_are_dealt_by_are_there() -> None:
+    root = SOURCE.parents[1]
+    assert not [file for file in {*SPREAD, *TOGETHER, *UNTRACED} if not (root / file).is_file()]

@@ -15,7 +15,7 @@ from fedguild.methods import build_method
 
 @cache
 def all_compared() -> list[Comparison]:
-    """Every published figure beside ours; tests/test_docs.py writes the page from the same ones."""
+    """Every published figure beside ours; tests/tools/test_docs.py writes the page from the same ones."""
     return [compare(claim, build_method) for claim in CLAIMS]
 
 
