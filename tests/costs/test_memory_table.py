@@ -39,7 +39,6 @@ SETTINGS = [("bfloat16", False, 512), ("bfloat16", True, 8192), ("float32", Fals
 
 FORMS = {
     "accumulated": StepForm(accumulation=4),
-    "steps of their own": StepForm(apart=True),
     "packed for an attention that pads": StepForm(padded_tokens=3 * 8192),
     "DP-SGD": StepForm(examples=16),
 }
