@@ -23,6 +23,7 @@ BELOW = (
         "errors",
         "plugins",
         "seeding",
+        "text",
         "heap",
         "files",
         "layout",

@@ -10,7 +10,7 @@ from fedguild.cli.options import is_setting
 from fedguild.cli.progress import TerminalProgress
 from fedguild.config import load_config
 from fedguild.errors import ConfigError
-from fedguild.export import Exported, Subject
+from fedguild.export.run import Exported, Subject
 from fedguild.runs.index import read_plan
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run

@@ -13,7 +13,7 @@ from fedguild import experiment
 from fedguild.cli.results import show_run
 from fedguild.config import Config, load_config
 from fedguild.errors import ConfigError
-from fedguild.export import Subject, export
+from fedguild.export.run import Subject, export
 from fedguild.privacy.accounting import Release, epsilon
 from fedguild.privacy.ledger import FILE, Ledger
 from fedguild.progress import Silent

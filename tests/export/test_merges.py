@@ -16,9 +16,9 @@ from fedguild import experiment
 from fedguild.client.merge_ledger import by_version
 from fedguild.config import Config
 from fedguild.errors import ModelError
-from fedguild.export import Form, Subject, export
 from fedguild.export.adapter import obstacle, write_adapter
 from fedguild.export.merged import merged_weights, write_merged
+from fedguild.export.run import Form, Subject, export
 from fedguild.export.weights import in_one_adapter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone, make_backbone

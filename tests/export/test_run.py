@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedguild import experiment
 from fedguild.errors import CheckpointError, ConfigError, FedGuildError, ModelError
-from fedguild.export import Form, Subject, export, run
+from fedguild.export import run
+from fedguild.export.run import Form, Subject, export
 from fedguild.server.method import Deployment
 from tests.export.conftest import assert_same_logits, plain_logits, slot_logits
 

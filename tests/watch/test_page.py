@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fedguild.config.site import server_state
 from fedguild.report.html import write_index
 from fedguild.runs.activity import ActivityLog
 from fedguild.watch.server import WatchServer
@@ -13,7 +14,7 @@ from tests.watch.folders import comparison, federation, live_run, one_more_round
 
 def test_the_page_follows_a_run_at_both_widths_in_both_schemes(browser: Browser, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    server = WatchServer(folder)
+    server = WatchServer(folder, state_of=server_state)
     server.begin()
     try:
         browser.show(1280)
@@ -52,7 +53,10 @@ def test_the_page_follows_a_run_at_both_widths_in_both_schemes(browser: Browser,
 
 
 def test_a_comparison_and_a_federation_have_their_tables(browser: Browser, tmp_path: Path) -> None:
-    grid, guild = WatchServer(comparison(tmp_path / "grid")), WatchServer(federation(tmp_path / "guild"))
+    grid, guild = (
+        WatchServer(comparison(tmp_path / "grid")),
+        WatchServer(federation(tmp_path / "guild"), state_of=server_state),
+    )
     for server in (grid, guild):
         server.begin()
     try:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fedguild.config.site import server_state
 from fedguild.errors import FedGuildError
 from fedguild.runs.activity import ActivityLog
 from fedguild.watch import following, grid_view
@@ -258,7 +259,7 @@ def test_a_cell_has_a_page_of_its_own(tmp_path: Path) -> None:
 
 def test_the_page_of_a_comparison_is_shown_without_scripts(tmp_path: Path) -> None:
     folder = comparison(tmp_path / "grid")
-    server = WatchServer(folder)
+    server = WatchServer(folder, state_of=server_state)
     server.begin()
     try:
         assert json.loads(ask(server, "state")[2])["parts"]["page"]["facts"]["pages"] == []

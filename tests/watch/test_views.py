@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fedguild.config.site import server_state
 from fedguild.runs.activity import ActivityLog
 from fedguild.runs.index import is_run
 from fedguild.runs.log import PrivacyRecord, RoundRecord, RunLog, StrayUpload
@@ -240,7 +241,7 @@ def test_a_plan_that_leads_out_of_its_folder_is_not_followed(tmp_path: Path) -> 
 
 
 def test_a_follower_waits_for_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    follower = Follower(tmp_path / "later")
+    follower = Follower(tmp_path / "later", state_of=server_state)
     follower.refresh()
     assert follower.board.get("page", "standing")["word"] == "waiting"
     live_run(tmp_path / "later")
@@ -252,7 +253,7 @@ def test_a_follower_waits_for_a_folder_that_does_not_exist(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(("make", "kind"), [(live_run, RunView), (comparison, GridView), (federation, FederationView)])
 def test_a_folder_is_known_by_what_is_in_it(tmp_path: Path, make: Any, kind: type) -> None:
-    follower = Follower(make(tmp_path / "it"))
+    follower = Follower(make(tmp_path / "it"), state_of=server_state)
     follower.refresh()
     assert type(follower.view) is kind
     assert is_run(tmp_path / "it") is (make is live_run)

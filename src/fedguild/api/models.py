@@ -11,7 +11,7 @@ from fedguild.results import RunResult
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from fedguild.export import Exported, Form, Subject
+    from fedguild.export.run import Exported, Form, Subject
 
 
 def load_model(
@@ -90,7 +90,7 @@ def export_model(
         >>> exported.form, (exported.folder / "config.json").is_file()
         ('merged', True)
     """
-    from fedguild.export import export
+    from fedguild.export.run import export
 
     return export(folder_of(run), subject_of(budget, client), Path(output), form, round=round)
 
@@ -106,7 +106,7 @@ def subject_of(budget: str | None, client: str | None) -> Subject | None:
     Raises:
         ConfigError: both are.
     """
-    from fedguild.export import Subject
+    from fedguild.export.run import Subject
 
     if budget and client:
         raise ConfigError(

@@ -12,7 +12,7 @@ from fedguild.layout import CONFIG
 from fedguild.results import RunResult
 
 if TYPE_CHECKING:
-    from fedguild.export import Form
+    from fedguild.export.run import Form
 
 
 def push(
@@ -59,8 +59,8 @@ def push(
     api = _hub()
     _require_as_private(api, to, public)
 
-    from fedguild.export import export
     from fedguild.export.card import FILE
+    from fedguild.export.run import export
 
     folder = folder_of(run)
     with tempfile.TemporaryDirectory() as temporary:

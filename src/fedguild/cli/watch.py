@@ -68,9 +68,10 @@ def watching(folder: Path, *, on: bool = True, port: int = 0, browser: bool = Tr
     if not on:
         yield
         return
+    from fedguild.config.site import server_state
     from fedguild.watch.server import WatchServer
 
-    server = WatchServer(folder, port)
+    server = WatchServer(folder, port, server_state)
     server.begin()
     try:
         typer.echo(f"Watching {folder}: {server.url}", err=True)

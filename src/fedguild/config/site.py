@@ -288,6 +288,15 @@ def load_server(folder: Path) -> ServerSettings:
     return _load(folder / SERVER_FILE, ServerSettings)
 
 
+def server_state(folder: Path) -> Path | None:
+    """Returns the state folder of the server whose folder this is; None where it is no server's folder.
+
+    Raises:
+        ConfigError: as `load_server` does.
+    """
+    return folder / load_server(folder).state if (folder / SERVER_FILE).is_file() else None
+
+
 def _load(path: Path, schema: type[_Settings]) -> _Settings:
     try:
         settings = parse_file(path)

@@ -11,9 +11,6 @@ from torch import Tensor
 
 from fedguild.client.cohort import LocalReport
 from fedguild.errors import UploadError
-from fedguild.model.info import ModelInfo
-from fedguild.server.validation import ROUNDING
-from fedguild.wire.schema import TrainAnswer, read_metadata
 
 
 @dataclass(frozen=True)
@@ -47,8 +44,6 @@ class ClientReport:
     def from_json(cls, values: Mapping[str, Any]) -> ClientReport:
         """Returns the report that `to_json` wrote; other keys are ignored.
 
-        What comes from a peer goes through `from_peer`.
-
         Raises:
             UploadError: the values are not of that form.
         """
@@ -63,32 +58,3 @@ class ClientReport:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise UploadError(f"A reply has no readable training report ({error}).") from error
         return cls(training, frequency, peak)
-
-    @classmethod
-    def from_peer(cls, values: Mapping[str, Any], model: ModelInfo) -> ClientReport:
-        """Returns the report of a client on another machine, all of whose values are in range.
-
-        Args:
-            model: The backbone's description, of which the frequencies must have the shape.
-
-        Raises:
-            UploadError: a value is missing, of another type or out of range, or the frequencies are those of another
-                model, or those of a layer sum to more than the experts of a token.
-        """
-        answer = read_metadata(TrainAnswer, values, "A reply has no readable training report")
-        expected = (len(model.moe), model.moe[0].num_experts) if model.moe else None
-        found = answer.shape()
-        if found is not None and found != expected:
-            raise UploadError(
-                f"A reply reports the activations of {found[0]} layers with {found[1]} experts, but the model "
-                f"{f'has {expected[0]} with {expected[1]}' if expected else 'is dense'}."
-            )
-        report = cls.from_json(values)
-        for layer, shares in zip(model.moe, () if report.frequency is None else report.frequency, strict=False):
-            total = float(shares.double().sum())
-            if total > layer.top_k * (1 + ROUNDING):
-                raise UploadError(
-                    f"A reply reports activations of '{layer.name}' that sum to {total:.6g}, but a token activates at "
-                    f"most {layer.top_k} expert(s)."
-                )
-        return report

@@ -5,7 +5,3 @@ with a key for every expert, `merged` as a whole Hugging Face checkpoint, and `c
 modelling code; all go into a folder that appears complete or not at all (`folder`) and describes itself (`card`).
 `live` attaches it to the backbone in this process. `run` takes the deployment from a run.
 """
-
-from fedguild.export.run import Exported, Form, Subject, export
-
-__all__ = ["Exported", "Form", "Subject", "export"]

@@ -14,7 +14,7 @@ from fedguild.engines.flower import bundle
 from fedguild.engines.flower.tasks import AGENT_APP, CLIENT_APP, Task, TaskSource, answer
 from fedguild.federation import templates
 from fedguild.federation.client_app import app
-from fedguild.wire.schema import printable
+from fedguild.text import printable
 
 
 def main(address: str, secret: str) -> None:

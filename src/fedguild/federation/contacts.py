@@ -6,7 +6,7 @@ from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import Node, NoReply, Transport
 from fedguild.layout import client_name
 from fedguild.progress import Note
-from fedguild.wire.schema import printable
+from fedguild.text import printable
 
 
 class NotedTransport:

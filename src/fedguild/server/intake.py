@@ -23,9 +23,9 @@ from fedguild.server.round import Outcome, RoundSetup, Stray
 from fedguild.server.sampling import require_quorum
 from fedguild.server.secure_round import Peers, SecureAggregation
 from fedguild.server.validation import check_size, check_upload, unusable
+from fedguild.text import printable
 from fedguild.wire.accounting import count_traffic, size_bytes
 from fedguild.wire.codec import shrunk_shapes
-from fedguild.wire.schema import printable
 
 NOTHING = "nothing was delivered"
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from fedguild.errors import NotFiniteError, UploadError
 from fedguild.layout import client_name
 from fedguild.payload import Payload, Scalar
-from fedguild.wire.schema import printable
+from fedguild.text import printable
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that an upload's tensors may have; the server computes in fp32."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from fedguild.config.site import SERVER_FILE, load_server
 from fedguild.layout import AUDIT, RUN
 from fedguild.runs.index import PLAN_FILE, find_runs, is_run
 from fedguild.runs.standing import Standing
@@ -19,6 +19,14 @@ from fedguild.watch.run_view import RunView
 POLL_SECONDS = 0.2
 LOOK_SECONDS = 0.5
 """A folder in which there is nothing yet is looked at again after this time."""
+
+
+StateOf = Callable[[Path], Path | None]
+"""Folder -> the state folder of the federation's server whose folder it is; None where it is no server's."""
+
+
+def no_server(folder: Path) -> None:
+    """Takes no folder for a federation's server folder."""
 
 
 class View(Protocol):
@@ -33,14 +41,14 @@ class View(Protocol):
         ...
 
 
-def view_of(folder: Path, board: Board) -> View | None:
+def view_of(folder: Path, board: Board, state_of: StateOf = no_server) -> View | None:
     """Returns the view of a folder: a federation, a run, or a folder of runs; None while it is none of them.
 
     Raises:
         ConfigError: it is a federation's server folder with a wrong server.yaml.
     """
-    if (folder / SERVER_FILE).is_file():
-        return FederationView(folder / load_server(folder).state, board)
+    if (state := state_of(folder)) is not None:
+        return FederationView(state, board)
     if folder.name == RUN and (folder.parent / AUDIT).is_file():
         return FederationView(folder.parent, board)
     if is_run(folder):
@@ -56,13 +64,14 @@ class Follower:
     Args:
         folder: The folder; it need not exist yet.
         poll_seconds: How often its files are looked at.
+        state_of: Tells a federation's server folder.
     """
 
-    def __init__(self, folder: Path, poll_seconds: float = POLL_SECONDS) -> None:
+    def __init__(self, folder: Path, poll_seconds: float = POLL_SECONDS, state_of: StateOf = no_server) -> None:
         self.folder, self.board = folder, Board()
         self.view: View | None = None
         self.used = time.monotonic()
-        self._poll_seconds = poll_seconds
+        self._poll_seconds, self._state_of = poll_seconds, state_of
         self._stop = threading.Event()
         self._reading = threading.Lock()
         self._looked = -LOOK_SECONDS
@@ -93,7 +102,7 @@ class Follower:
         if time.monotonic() - self._looked < LOOK_SECONDS:
             return
         self._looked = time.monotonic()
-        self.view = view_of(self.folder, self.board)
+        self.view = view_of(self.folder, self.board, self._state_of)
         if self.view is not None:
             self.board.clear()
             return

@@ -23,7 +23,7 @@ from typing import Any
 import fedguild
 from fedguild.errors import FedGuildError
 from fedguild.runs.index import REPORT_FILE
-from fedguild.watch.following import Follower
+from fedguild.watch.following import Follower, StateOf, no_server
 from fedguild.watch.grid_view import GridView
 
 LOOPBACK = "127.0.0.1"
@@ -61,6 +61,7 @@ class WatchServer(ThreadingHTTPServer):
     Args:
         folder: A run, a comparison, a federation's server folder or a folder of runs; it need not exist yet.
         port: The port; 0 for any that is free.
+        state_of: Tells a federation's server folder.
 
     Raises:
         FedGuildError: the port is taken.
@@ -69,8 +70,8 @@ class WatchServer(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, folder: Path, port: int = 0) -> None:
-        self.follower = Follower(folder)
+    def __init__(self, folder: Path, port: int = 0, state_of: StateOf = no_server) -> None:
+        self.follower = Follower(folder, state_of=state_of)
         self._cells: dict[int, Follower] = {}
         self._guard = threading.Lock()
         self._key = secrets.token_urlsafe(12)

@@ -10,7 +10,6 @@ The process that forwards a client's messages only forwards them, so this module
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import from_json
 
 from fedguild.errors import UploadError
+from fedguild.text import is_plain, printable
 
 MessageKind = Literal["hello", "train", "score", "deliver", "secure"]
 
@@ -25,7 +25,6 @@ HEADER_BYTES = 2**24
 """Largest header; one with the activation frequencies of 60 layers with 256 experts has about 400 kB."""
 HEADER_DEPTH = 24
 """Deepest nesting of a header's values; a config has 6 levels."""
-FAILURE_CHARACTERS = 1000
 LARGEST_ROUND = LARGEST_CLIENT = 10**6
 LARGEST_STEPS = 10**9
 LARGEST_EXAMPLES = 10**9
@@ -35,21 +34,10 @@ LARGEST_BYTES = 2**50
 LARGEST_LOSS = 1e6
 """Nats per token; that of a uniform guess over a vocabulary of a million words is 14."""
 LARGEST_METRIC = 1e30
-_NOT_SHOWN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode categories that move the cursor, change the direction of writing, or cannot be encoded."""
-
-
-def printable(text: str, longest: int = FAILURE_CHARACTERS) -> str:
-    """Returns a peer's text on one line, without control characters, cut to `longest` characters.
-
-    What is left cannot move a terminal's cursor, end a line or reverse the writing; it may still lie.
-    """
-    shown = "".join(" " if unicodedata.category(character) in _NOT_SHOWN else character for character in text[:longest])
-    return " ".join(shown.split()) + ("…" if len(text) > longest else "")
 
 
 def _plain(text: str) -> str:
-    if any(unicodedata.category(character) in _NOT_SHOWN for character in text):
+    if not is_plain(text):
         raise ValueError("has control characters")
     return text
 

@@ -12,7 +12,7 @@ from flwr.app import Message as FlowerMessage
 
 from fedguild import experiment
 from fedguild.config import Config
-from fedguild.engines.flower import abandoned, engine, ipc
+from fedguild.engines.flower import engine, ipc, replies
 from fedguild.engines.flower.message import Message
 from fedguild.errors import ConfigError, QuorumError
 from fedguild.federation.audit import AuditLog
@@ -183,7 +183,7 @@ def test_answers_that_nobody_waits_for_any_more_are_deleted(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To tasks, questions and probes: else they stay in Flower's database, whatever a client sends."""
-    monkeypatch.setattr(abandoned, "SWEEP_SECONDS", 0.0)
+    monkeypatch.setattr(replies, "SWEEP_SECONDS", 0.0)
     hasty = changed(config, "federation", deadline_seconds=40.0, rounds=6)
     hasty = changed(hasty, "evaluation", every=1)
     grid, _ = federation(hasty, tmp_path)
@@ -206,14 +206,14 @@ def test_few_of_the_requests_that_were_given_up_are_looked_at_at_once() -> None:
             assert limit_bytes == 0
             polled.append(message_id)
 
-    given_up = abandoned.Abandoned(Silent())  # type: ignore[arg-type]
-    for number in range(abandoned.MOST + 100):
+    given_up = replies.Abandoned(Silent())  # type: ignore[arg-type]
+    for number in range(replies.MOST + 100):
         given_up.add(str(number))
-    assert len(given_up) == abandoned.MOST
-    for now in (0.0, 1.0, abandoned.SWEEP_SECONDS):
+    assert len(given_up) == replies.MOST
+    for now in (0.0, 1.0, replies.SWEEP_SECONDS):
         given_up.sweep(now)
-    assert polled == [str(100 + number) for number in range(2 * abandoned.AT_ONCE)]
-    assert len(given_up) == abandoned.MOST
+    assert polled == [str(100 + number) for number in range(2 * replies.AT_ONCE)]
+    assert len(given_up) == replies.MOST
 
 
 def test_a_machine_that_is_gone_is_a_failure_and_not_a_wait(config: Config, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from flwr.supercore.inflatable.inflatable_object import (
 from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import Node, NoReply, too_large
 from fedguild.errors import FedGuildError, UploadError
-from fedguild.wire.schema import printable
+from fedguild.text import printable
 
 if TYPE_CHECKING:
     from flwr.superlink.grid.http_grid import HttpGrid

@@ -12,7 +12,8 @@ from fedguild.engines.flower.message import Message
 from fedguild.engines.flower.transport import NoReply, Transport
 from fedguild.errors import FedGuildError, QuorumError, UploadError
 from fedguild.layout import client_name
-from fedguild.wire.schema import HelloAnswer, printable, read_metadata
+from fedguild.text import printable
+from fedguild.wire.schema import HelloAnswer, read_metadata
 
 HELLO_SECONDS = 600.0
 """Time limit for a node to identify itself: its trainer may have to load the model first."""

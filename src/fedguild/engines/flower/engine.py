@@ -15,12 +15,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedguild.engines.client_report import ClientReport
-from fedguild.engines.flower.abandoned import Abandoned
 from fedguild.engines.flower.client_registry import HELLO_BYTES, POLL_SECONDS, ClientRegistry
 from fedguild.engines.flower.message import Message
+from fedguild.engines.flower.replies import Abandoned, UploadStore, training_report
 from fedguild.engines.flower.transport import NoReply, Transport
-from fedguild.engines.flower.upload_store import UploadStore
 from fedguild.errors import FedGuildError, UploadError
 from fedguild.layout import client_name
 from fedguild.model.info import ModelInfo
@@ -468,7 +466,7 @@ class FlowerEngine:
             in_the_clear = "it sent an upload in the clear" if body else ""
             return Delivery(task, None if body else Payload(), plan, failure=in_the_clear, kept=not body)
         try:
-            report = ClientReport.from_peer(reply.metadata, model)
+            report = training_report(reply.metadata, model)
             upload = read_payload(body, task.client.name)
         except UploadError as error:
             return Delivery(task, None, plan, failure=error.message)

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fedguild.errors import UploadError
-from fedguild.wire.schema import MessageKind, printable, read_header
+from fedguild.text import printable
+from fedguild.wire.schema import MessageKind, read_header
 
 _LENGTH_BYTES = 8
 
