@@ -134,14 +134,15 @@ def test_what_cannot_be_compared(tmp_path: Path, rows_only: list[str]) -> None:
 
 def test_data_reaches_other_processes(tmp_path: Path, rows_only: list[str]) -> None:
     """What a process with a cell needs lies in its folder before it starts."""
-    from fedguild.api.cells import hand_over, plan_cells
     from fedguild.api.inputs import gather
+    from fedguild.api.launch import hand_over
+    from fedguild.api.run_grid import Row, plan_grid
     from fedguild.setup import prepare_data
 
     def last_alone(examples: object, clients: int, rng: object) -> list[int]:
         return [index % (clients - 1) for index in range(len(ROWS) - 8)] + [clients - 1] * 8
 
-    cells = plan_cells(CONFIGS[:1], rows_only, [0], tmp_path, gather(ROWS, last_alone))
-    hand_over(cells)
-    data = prepare_data(cells[0].config, cells[0].folder)
+    grid = plan_grid([Row(CONFIGS[0])], [0], tmp_path, rows_only, gather(ROWS, last_alone))
+    hand_over(grid.cells, grid.inputs)
+    data = prepare_data(grid.cells[0].config, grid.cells[0].folder)
     assert [sum(row) for row in data.partition_table.counts] == [14, 13, 13, 8]

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pytest
 
 from fedguild import experiment
-from fedguild.api.cells import Cell
-from fedguild.api.ray_cells import _finish, complete_on_ray
+from fedguild.api.launch import Launch, _finish
+from fedguild.api.run_grid import Cell, Row
 from fedguild.errors import FedGuildError
 from tests.experiment.runs import assert_same, ended, save_model, small_config
 
@@ -32,20 +32,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def cell(model: Path, folder: Path, *settings: str) -> Cell:
-    return Cell("small", small_config(model, "federation.rounds=2", *settings), folder)
+    return Cell(small_config(model, "federation.rounds=2", *settings), folder, Row("small"))
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("cluster")
 def test_cells_end_as_they_do_here(model: Path, tmp_path: Path) -> None:
     cells = [cell(model, tmp_path / f"there/seed-{seed}", f"seed={seed}") for seed in (0, 1)]
-    complete_on_ray(cells, None, 1)
+    Launch(engine="ray").complete_cells(cells)
     assert [each.state() for each in cells] == ["finished", "finished"]
     experiment.run(cells[1].config, tmp_path / "here")
     assert_same(ended(tmp_path / "there/seed-1"), ended(tmp_path / "here"))
     told: list[str] = []
     before = [(each.folder / "metrics.jsonl").stat().st_mtime_ns for each in cells]
-    complete_on_ray(cells, None, 1, told.append)
+    Launch(engine="ray", tell=told.append).complete_cells(cells)
     assert [(each.folder / "metrics.jsonl").stat().st_mtime_ns for each in cells] == before
     assert sum("already finished" in line for line in told) == 2
 
@@ -54,7 +54,7 @@ def test_cells_end_as_they_do_here(model: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("cluster")
 def test_a_cell_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(FedGuildError, match=r"seed 0 failed: .*nowhere"):
-        complete_on_ray([cell(tmp_path / "nowhere", tmp_path / "run", "seed=0")], None, 1)
+        Launch(engine="ray").complete_cells([cell(tmp_path / "nowhere", tmp_path / "run", "seed=0")])
 
 
 def test_an_error_within_a_run_is_told_as_it_is(model: Path, tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_an_error_within_a_run_is_told_as_it_is(model: Path, tmp_path: Path) -> 
 
     stand_in = SimpleNamespace(get=get, cancel=lambda task, force: stopped.append(task), exceptions=ray.exceptions)
     with pytest.raises(FedGuildError, match=r"seed 0 failed: ValueError: too little memory") as caught:
-        _finish(stand_in, "this", cell(model, tmp_path / "run", "seed=0"), ["other"])
+        _finish(stand_in, "this", cell(model, tmp_path / "run", "seed=0"), ["other"], Launch())
     assert str(tmp_path / "run") in caught.value.hint
     assert stopped == ["other"]
 
@@ -76,4 +76,4 @@ def test_an_error_within_a_run_is_told_as_it_is(model: Path, tmp_path: Path) -> 
 @pytest.mark.usefixtures("cluster")
 def test_more_cores_than_there_are_is_said_at_once(model: Path, tmp_path: Path) -> None:
     with pytest.raises(FedGuildError, match=r"cores is 9, but Ray has 2 CPU"):
-        complete_on_ray([cell(model, tmp_path / "run")], None, 9)
+        Launch(engine="ray", cores=9).complete_cells([cell(model, tmp_path / "run")])

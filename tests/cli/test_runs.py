@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.api.cells import plan_cells
+import fedguild
+from fedguild.api.run_grid import Row, plan_grid
 from fedguild.cli.options import is_setting
 from fedguild.cli.progress import TerminalProgress
 from fedguild.config import load_config
@@ -178,7 +179,8 @@ def test_compare_refuses_nonsense_before_anything_runs(
 
 
 def test_cells_of_a_comparison(tmp_path: Path) -> None:
-    cells = plan_cells(PAIR, ["training.steps=7"], [4, 5], tmp_path)
+    rows = [Row(given) for given in PAIR]
+    cells = plan_grid(rows, [4, 5], tmp_path, ["training.steps=7"]).cells
     assert [(cell.config.method.name, cell.config.seed) for cell in cells] == [
         ("flame", 4),
         ("flame", 5),
@@ -187,11 +189,11 @@ def test_cells_of_a_comparison(tmp_path: Path) -> None:
     ]
     assert {cell.config.training.steps for cell in cells} == {7}
     with pytest.raises(ConfigError, match="no config to compare"):
-        plan_cells([], ["seed=3"], [0], tmp_path)
+        fedguild.compare([], output=tmp_path)
     with pytest.raises(ConfigError, match="seed=3 is a setting of one run, and a comparison has several"):
-        plan_cells(PAIR, ["seed=3"], [0], tmp_path)
+        plan_grid(rows, [0], tmp_path, ["seed=3"])
     with pytest.raises(ConfigError, match="Two of the configs are named 'flame-tiny-tasks'"):
-        plan_cells(["flame/tiny-tasks", "flame/tiny-tasks"], [], [0], tmp_path)
+        plan_grid([rows[0], rows[0]], [0], tmp_path)
 
 
 @pytest.mark.parametrize(("setting", "option"), [("seed=3", "--seeds 3"), ("output=here", "--output here")])

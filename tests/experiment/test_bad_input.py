@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fedguild import experiment
-from fedguild.api.cells import Cell
+from fedguild.api.run_grid import Cell, Row
 from fedguild.config import load_config
 from fedguild.errors import ConfigError, FedGuildError, QuorumError
 from fedguild.layout import CHECKPOINTS
@@ -379,7 +379,7 @@ def test_a_start_that_failed_leaves_no_folder_that_blocks_the_next(
         patch.setattr("fedguild.experiment.evaluate_state", refused)
         says(complaint("run", TASKS, *mended, "--output", "out"), "The scores cannot be taken.")
     assert (Path("out") / "config.yaml").is_file()
-    assert Cell("", load_config(TASKS, mended), Path("out")).state() == "absent"
+    assert Cell(load_config(TASKS, mended), Path("out"), Row(TASKS)).state() == "absent"
     result = command("run", TASKS, *mended, "--output", "out")
     assert result.exit_code == 0, result.output
     assert {record.round for record in RunLog(Path("out")).read()} == {0, 1}

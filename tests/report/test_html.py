@@ -10,7 +10,8 @@ import yaml
 from markupsafe import Markup
 
 import fedguild
-from fedguild.api.cells import Cell
+from fedguild.api.launch import Launch
+from fedguild.api.run_grid import RunGrid
 from fedguild.config import ShippedTable
 from fedguild.errors import CheckpointError
 from fedguild.evaluation.statistics import half_width, spread
@@ -162,8 +163,8 @@ FIGURE = {"x": "alpha", "values": ["5", "1"], "panels": {"": {"as published": "f
 def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., fedguild.Comparison]:
     """Compares the rows of that table with figures or without, by runs that are written by hand."""
 
-    def complete(cells: Sequence[Cell], jobs: int, **_: object) -> None:
-        for cell in cells:
+    def complete(launch: Launch, grid: RunGrid) -> None:
+        for cell in grid.cells:
             final = {"b1": 0.5 + 0.1 * cell.config.data.partition.alpha / 5}
             write_run(cell.folder, name=cell.config.name, seed=cell.config.seed, final=final, rounds=1, layers=1)
             reported = ObservationRecord(round=1, name="drift", rows=["layer 0"], values=[[0.5 + cell.config.seed]])
@@ -173,7 +174,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., f
         path = tmp_path / "table.yaml"
         path.write_text(yaml.safe_dump(TABLE | drawn, sort_keys=False))
         monkeypatch.setattr("fedguild.api.comparing.tables", lambda: (ShippedTable("small/one", "Small.", path),))
-        monkeypatch.setattr("fedguild.api.comparing.complete", complete)
+        monkeypatch.setattr(Launch, "complete", complete)
         return fedguild.compare("small/one", seeds=[0, 1], rows=rows, output=tmp_path / "runs")
 
     return compare

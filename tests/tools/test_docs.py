@@ -14,7 +14,8 @@ import pytest
 import yaml
 
 import fedguild
-from fedguild.api.cells import Cell
+from fedguild.api.launch import Launch
+from fedguild.api.run_grid import Cell, Row
 from fedguild.config import Config, load_config, table_cells, tables
 from fedguild.config.table import ShippedTable
 from fedguild.errors import DataError
@@ -432,7 +433,7 @@ def test_a_run_of_other_settings_is_begun_anew(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(recording, "ROOT", tmp_path)
     monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
     completed: list[str] = []
-    monkeypatch.setattr(recording, "complete", lambda cells, jobs, tell: completed.extend(c.title for c in cells))
+    monkeypatch.setattr(Launch, "complete_cells", lambda _, cells: completed.extend(c.title for c in cells))
     plan = recording.plans(["flame/table-2-tiny"])[0]
     column = next(iter(plan.table.columns))
     same, other = plan.runs(["flame"], [column], plan.overrides, [0, 1], "t")
@@ -613,13 +614,13 @@ def test_a_column_may_be_read_from_the_runs_of_a_longer_one(
     assert (left.cells, left.rounds) == (rows * 3 * 2, rows * 2 * 16)
     completed: list[Path] = []
 
-    def complete(cells: list[Cell], jobs: int, tell: object) -> None:
+    def complete(launch: Launch, cells: list[Cell]) -> None:
         for cell in cells:
             if not cell.folder.exists():
                 completed.append(cell.folder)
                 write_run(cell.folder, name=cell.config.name, seed=cell.config.seed, rounds=16)
 
-    monkeypatch.setattr(recording, "complete", complete)
+    monkeypatch.setattr(Launch, "complete_cells", complete)
     monkeypatch.setattr(Cell, "state", lambda cell: "absent")
     first = next(iter(plan.table.rows))
     recording.run(plan, jobs, [first], discard=discard)
@@ -698,7 +699,7 @@ def test_a_cell_is_recorded_once_and_again_when_its_settings_change(
     monkeypatch.setattr(generate, "RECORDS", tmp_path / "records")
     write_run(tmp_path / "run", name="flame", seed=0)
     config = load_config("flame/tiny-tasks", ["seed=0", "name=flame"])
-    cell = Cell("flame/tiny-tasks", config, tmp_path / "run")
+    cell = Cell(config, tmp_path / "run", Row("flame/tiny-tasks"))
     one = recording.Planned("flame/table-2-tiny", "dirichlet-5", ("evaluation.every=4",), config.fingerprint(), cell)
     assert not one.is_recorded()
     one.record()

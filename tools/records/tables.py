@@ -31,7 +31,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from fedguild.api.cells import Cell, complete, plan_table
+from fedguild.api.launch import Launch
+from fedguild.api.run_grid import Cell, plan_grid, table_rows
 from fedguild.config import Config, load_config, table_cells, tables
 from fedguild.config.table import TableCell, require_claimed_scores
 from fedguild.errors import ConfigError
@@ -170,8 +171,7 @@ class Plan:
             # Where no data folder is given nothing runs, and the placeholder may stay.
             given = [override.replace(DATA, str(self.data or DATA)) for override in of_column]
             cells = [self.cells_by_place[row, column] for row in rows]
-            (comparison,) = plan_table(cells, given, seeds, RUNS / folder)
-            for cell in comparison.cells:
+            for cell in plan_grid(table_rows(cells), seeds, RUNS / folder, given).cells:
                 fingerprint = self.fingerprint(cell.config.name, column, cell.config.seed, overrides)
                 found.append(Planned(self.name, column, of_column, fingerprint, cell))
         return found
@@ -390,7 +390,7 @@ def finish(runs: Sequence[Planned], jobs: int) -> None:
         except ConfigError:
             print(f"{folder.relative_to(ROOT)} held other settings and is removed.", flush=True)
             shutil.rmtree(folder)
-    complete(list(by_folder.values()), jobs, tell=print)
+    Launch(jobs, tell=print).complete_cells(list(by_folder.values()))
 
 
 def valid_records() -> list[CellRecord]:

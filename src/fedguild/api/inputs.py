@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import datasets
     import pandas
 
+    from fedguild.callbacks import Callback
     from fedguild.experiment import Preparation
 
     Rows: TypeAlias = datasets.Dataset | pandas.DataFrame | Sequence[Mapping[str, Any]]
@@ -41,11 +42,18 @@ class Inputs:
         layers: Settings, above a config's and below its overrides.
         data: The data and the partition; None if the config names them.
         metrics: The metrics by name.
+        callbacks: The callbacks.
     """
 
     layers: tuple[Layer, ...] = ()
     data: GivenData | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
+    callbacks: tuple[Callback, ...] = ()
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether a run needs functions of this process."""
+        return bool(self.metrics or self.callbacks)
 
     def config(self, given: Given, overrides: Sequence[str], between: Sequence[Layer] = ()) -> Config:
         """Returns a config with the settings of what was given, which lie above `between`.
@@ -71,14 +79,18 @@ def gather(
     dataset: Dataset | None = None,
     partition: Partition | None = None,
     metrics: Mapping[str, Metric] | None = None,
+    callbacks: Iterable[Callback] = (),
 ) -> Inputs:
     """Returns what was given in Python.
 
     Raises:
         DataError: the dataset is of no accepted kind, or has no rows to train on, or the partition has an entry that is
             no integer.
-        ConfigError: the partition is neither a function nor an assignment, or a metric's name is taken.
+        ConfigError: the partition is neither a function nor an assignment, a metric's name is taken, or a callback is
+            no function.
     """
+    from fedguild.callbacks import listed
+
     data: dict[str, Any] = {}
     files: dict[str, bytes] = {}
     if isinstance(dataset, (str, Path)):
@@ -105,7 +117,7 @@ def gather(
         if not callable(metric):
             raise ConfigError(f"The metric '{name}' is a {type(metric).__name__}, not a function of two texts.")
     layers = (Layer("what was given in Python", {"data": data}),) if data else ()
-    return Inputs(layers, GivenData(files, scheme) if files or scheme else None, own)
+    return Inputs(layers, GivenData(files, scheme) if files or scheme else None, own, listed(callbacks))
 
 
 def _scheme(partition: Partition) -> tuple[PartitionScheme, str]:

@@ -69,13 +69,12 @@ def run(
         (1, True)
     """
     from fedguild import experiment
-    from fedguild.callbacks import listed
 
-    given = gather(dataset, partition, metrics)
+    given = gather(dataset, partition, metrics, callbacks)
     settings = given.config(config, overrides)
     folder = settings.run_folder if output is None else Path(output)
     return experiment.run(
-        settings, folder, progress=progress, preparation=given.preparation(), callbacks=listed(callbacks)
+        settings, folder, progress=progress, preparation=given.preparation(), callbacks=given.callbacks
     )
 
 
@@ -109,11 +108,10 @@ def resume(
         (1, '')
     """
     from fedguild import experiment
-    from fedguild.callbacks import listed
 
-    given = gather(metrics=metrics)
+    given = gather(metrics=metrics, callbacks=callbacks)
     return experiment.resume(
-        Path(folder), progress=progress, preparation=given.preparation(), round=round, callbacks=listed(callbacks)
+        Path(folder), progress=progress, preparation=given.preparation(), round=round, callbacks=given.callbacks
     )
 
 

@@ -9,18 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fedguild.api.cells import (
-    Cell,
-    Column,
-    ProgressOf,
-    Tell,
-    refuse_own_settings,
-    require_fit,
-    say_nothing,
-    silent,
-)
-from fedguild.api.comparing import SEEDS, check_engine, checked_seeds, complete_all
-from fedguild.api.inputs import Inputs, gather
+from fedguild.api.inputs import gather
+from fedguild.api.launch import Launch, ProgressOf, Tell, say_nothing, silent
+from fedguild.api.run_grid import SEEDS, Row, RunGrid, plan_grid
 from fedguild.config.explaining import Layer
 from fedguild.errors import ConfigError, DivergedError
 from fedguild.results import Sweep, divergence
@@ -88,29 +79,21 @@ def sweep(
         >>> found.frame()["method.rank"].tolist(), found.table.split
         (['1', '2'], 'validation')
     """
-    from fedguild.callbacks import listed
-
-    given = gather(dataset, partition, metrics)
-    check_engine(engine, jobs)
-    callbacks = listed(callbacks)
+    given = gather(dataset, partition, metrics, callbacks)
+    launch = Launch(jobs, engine, address, cores, progress, tell, may_diverge=True)
     fixed, swept = divide(settings)
-    planned = _plan(config, fixed, swept, checked_seeds(seeds), output, given)
-    folder, cells = planned
-    every = tuple(cell for members in cells.values() for _, cell in members)
-    complete_all(
-        [Column("", folder, every)],
-        folder,
-        given,
-        callbacks,
-        jobs=jobs,
-        engine=engine,
-        address=address,
-        cores=cores,
-        progress=progress,
-        tell=tell,
-        may_diverge=True,
-    )
-    return _tabulated(folder, swept, cells)
+    base = given.config(config, fixed)
+    asked = any(text.partition("=")[0].strip() in ("evaluation.split", "evaluation") for text in fixed)
+    validates = base.data.split.validation > 0 and not asked
+    layers = (Layer("sweep", {"evaluation": {"split": "validation"}}),) if validates else ()
+    rows = [
+        Row(config, (*(f"{key}={value}" for key, value in values.items()), f"name={name}"), layers, values=values)
+        for name, values in setting_names(swept).items()
+    ]
+    folder = Path(output) if output else default_folder(base)
+    grid = plan_grid(rows, seeds, folder, fixed, given, of="sweep")
+    launch.complete(grid)
+    return _tabulated(grid, list(swept))
 
 
 def default_folder(config: Config) -> Path:
@@ -217,48 +200,21 @@ def _safe(value: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", value).strip("-.") or "x"
 
 
-def _plan(
-    config: Given,
-    fixed: Sequence[str],
-    swept: Mapping[str, Sequence[str]],
-    seeds: Sequence[int],
-    output: str | Path | None,
-    given: Inputs,
-) -> tuple[Path, dict[str, list[tuple[Mapping[str, str], Cell]]]]:
-    """Returns the folder of the runs, and setting -> its values and the cell of each seed."""
-    refuse_own_settings(fixed, "a sweep")
-    base = given.config(config, fixed)
-    folder = Path(output) if output else default_folder(base)
-    asked = any(text.partition("=")[0].strip() in ("evaluation.split", "evaluation") for text in fixed)
-    validates = base.data.split.validation > 0 and not asked
-    layers = [Layer("sweep", {"evaluation": {"split": "validation"}})] if validates else []
-    cells: dict[str, list[tuple[Mapping[str, str], Cell]]] = {}
-    for name, values in setting_names(swept).items():
-        chosen = [f"{key}={value}" for key, value in values.items()]
-        cells[name] = []
-        for seed in seeds:
-            own = given.config(config, [*fixed, *chosen, f"name={name}", f"seed={seed}"], between=layers)
-            cells[name].append((values, Cell(name, require_fit(own), folder / name / f"seed-{seed}", given)))
-    return folder, cells
-
-
-def _tabulated(
-    folder: Path, swept: Mapping[str, Sequence[str]], cells: Mapping[str, Sequence[tuple[Mapping[str, str], Cell]]]
-) -> Sweep:
+def _tabulated(grid: RunGrid, swept: Sequence[str]) -> Sweep:
     from fedguild.report.html import write_sweep
     from fedguild.report.sweep import tabulate
     from fedguild.runs.folder import load_run
 
     runs, diverged, values = {}, {}, {}
-    for name, members in cells.items():
-        values[name] = members[0][0]
-        runs[name] = [cell.folder for _, cell in members if cell.state() == "finished"]
-        diverged[name] = [cell.config.seed for _, cell in members if cell.state() != "finished"]
+    for name, cells in grid.rows().items():
+        finished = [cell.state() == "finished" for cell in cells]
+        values[name] = cells[0].row.values
+        runs[name] = [cell.folder for cell, ended in zip(cells, finished, strict=True) if ended]
+        diverged[name] = [cell.config.seed for cell, ended in zip(cells, finished, strict=True) if not ended]
     if all(diverged.values()):
-        reasons = [divergence(cell.folder) for members in cells.values() for _, cell in members]
-        first = next(filter(None, reasons), "")
+        first = next(filter(None, (divergence(cell.folder) for cell in grid.cells)), "")
         raise DivergedError(f"Every setting of the sweep diverged. {first}", "Sweep lower learning rates.")
     loaded = {name: [load_run(one) for one in folders] for name, folders in runs.items()}
-    table = tabulate(list(swept), values, loaded, diverged)
-    page = write_sweep(table, runs, folder, f"Sweep of {', '.join(swept)}")
-    return Sweep(folder, table, runs, page)
+    table = tabulate(swept, values, loaded, diverged)
+    page = write_sweep(table, runs, grid.folder, f"Sweep of {', '.join(swept)}")
+    return Sweep(grid.folder, table, runs, page)
