@@ -14,7 +14,7 @@ from fedguild.model.slots import SlotModel
 from tests.experiment.runs import SETTINGS, save_model
 
 MOST = 12
-"""docs/log.md, 0.2.0: from 18 or 19 before."""
+"""It was 18 or 19 before 0.2.0."""
 
 
 class ReachedError(Exception):

@@ -343,7 +343,7 @@ def test_the_baselines_of_a_set_have_the_examples_of_its_models() -> None:
 
 
 def test_data_without_a_certain_gain_would_be_refused() -> None:
-    """SNLI, which docs/log.md dropped for that."""
+    """SNLI, which docs/experiments/english-data-sets.md leaves out."""
     measured = english.read_records(recording.RECORDS / "english")
     assert not english.gain([record for record in measured if record.task == "snli"], "accuracy").is_certain
 

@@ -87,7 +87,7 @@ def test_every_method_is_in_the_decision_table() -> None:
 def test_a_link_to_nothing_is_named() -> None:
     with pytest.raises(website.BrokenLinkError, match=r"docs/index\.md links to nowhere\.md, which is not there"):
         website.with_links("[a](nowhere.md)", "index.md", {})
-    text = "```\n[a](nowhere.md)\n```\n[b](https://example.org/x) [c](log.md#d)"
+    text = "```\n[a](nowhere.md)\n```\n[b](https://example.org/x) [c](index.md#d)"
     assert website.with_links(text, "index.md", {}) == text
 
 
@@ -96,7 +96,7 @@ def test_links_of_other_files_and_folders() -> None:
     text = website.with_links("[a](../../CONTRIBUTING.md#b) [c](../../src/fedguild/methods)", "guides/x.md", sources)
     assert text == "[a](../contributing.md#b) [c](../source/src/fedguild/methods/__init__.py.md)"
     assert sources == {"source/src/fedguild/methods/__init__.py.md": ROOT / "src/fedguild/methods/__init__.py"}
-    assert website.with_links("[a](docs/log.md)", "contributing.md", {}) == "[a](log.md)"
+    assert website.with_links("[a](docs/index.md)", "contributing.md", {}) == "[a](index.md)"
 
 
 def test_a_notebook_is_a_page(laid_out: tuple[Path, dict[str, str]]) -> None:
