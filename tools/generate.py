@@ -36,7 +36,7 @@ from fedguild.report import table_figures
 from fedguild.server.method import Method
 from tools.records.cells import CellRecord, read_choices, read_records
 from tools.records.claims import folded_claims
-from tools.records.pages import summary_page, table_page
+from tools.records.pages import chosen_near_chance, summary_page, table_page
 from tools.records.remarks import render_overview, render_remark
 
 ROOT = Path(__file__).parents[1]
@@ -185,13 +185,15 @@ def _recorded(page: Path) -> str:
             parts.append(table_page(shipped.name, shipped.description, content, of_table, choices, figures, remark))
         elif shipped.name.startswith(f"{page.stem}/"):
             parts += [f"### {shipped.name}\n", f"{shipped.description}\n"]
-            parts.append(summary_page(content, of_table, figures, _remark(shipped.name)))
+            choices = read_choices(RECORDS, shipped.name)
+            parts.append(summary_page(content, of_table, figures, _remark(shipped.name), choices))
         elif rows := [row for row, method in _methods_of_rows(shipped).items() if method == page.stem]:
             claims = tuple(one for one in content.claims if {one.higher, *one.lower} & set(rows))
             shown = ", ".join(f"`{row}`" for row in rows)
             parts.append(f"`{shipped.name}`, its {'row' if len(rows) == 1 else 'rows'} here {shown}:\n")
             if claims:
-                parts.append(folded_claims(content.model_copy(update={"claims": claims}), of_table))
+                unjudged = chosen_near_chance(read_choices(RECORDS, shipped.name))
+                parts.append(folded_claims(content.model_copy(update={"claims": claims}), of_table, unjudged))
             else:
                 parts.append("The table makes no claim about it.\n")
     if not parts:

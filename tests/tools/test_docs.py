@@ -763,6 +763,43 @@ def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_plan
     assert recording.Plan("flame/table-2-tiny", changed, None).choice("flame") is None, "it was chosen among others"
 
 
+@pytest.mark.parametrize(("spread", "refused"), [(0.01, False), (0.2, True)])
+def test_a_choice_near_chance_is_refused(
+    spread: float, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three validation seeds a value; the best is 0.1 above chance in the mean."""
+    monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
+    monkeypatch.setattr(recording, "ROOT", tmp_path)
+    choose = {"setting": "training.learning_rate", "values": ["1e-3", "4e-3"], "column": "dirichlet-0.5", "seed": 100}
+    once = recording.Plan("flame/table-2-tiny", {"seeds": [0], "choose": choose})
+    again = {**choose, "repeats": [101, 102], "chance": 0.25}
+    plan = recording.Plan("flame/table-2-tiny", {"seeds": [0], "choose": again})
+    assert len(plan.untried("flame")) == 6
+    for value, first in plan.candidates("flame").items():
+        for place, one in enumerate([first, *plan.repeats("flame")[value]]):
+            score = (0.35 if value == "4e-3" else 0.2) + spread * (place - 1)
+            final = dict.fromkeys(FLAME_FINAL, score)
+            write_run(one.cell.folder, name="flame", seed=one.cell.config.seed, final=final)
+    once.chosen("flame")
+    assert not plan.is_chosen("flame"), "the further seeds are missing"
+    assert len(plan.untried("flame")) == 4
+    plan.chosen("flame")
+    assert plan.is_chosen("flame")
+    assert plan.untried("flame") == []
+    assert plan.choice("flame").means == {
+        "1e-3": pytest.approx(0.2, abs=0.01),
+        "4e-3": pytest.approx(0.35, abs=0.01),
+    }
+    assert plan.choice("flame").chosen == "4e-3"
+    assert plan.is_refused("flame") == refused
+    assert bool(plan.cells()) != refused
+    monkeypatch.setattr(recording, "finish", lambda *_: None)
+    monkeypatch.setattr(recording.Planned, "record", lambda self: tmp_path / "recorded")
+    recording.run(plan, 1, ["flame"])
+    assert ("refused, its best value is within its spread" in capsys.readouterr().out) == refused
+
+
 def test_one_value_may_be_chosen_for_all_rows_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best in the mean over the rows, which need not be the best of any; before that no cell is planned."""
     monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")

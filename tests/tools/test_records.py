@@ -316,6 +316,9 @@ def test_the_record_of_a_run(tmp_path: Path) -> None:
     assert found.training_flops.keys() == last.keys()
     own = record_of(personal_run, "fedamole/one", "all", "fedamole", "abc")
     assert own.scores.keys() == {"mtal", "received"}
+    use = {record.round: fmean(record.gini) for record in run.routing}
+    assert found.observations["use of experts / Gini"] == pytest.approx(use, rel=1e-4) != {}
+    assert found.observations["use of experts / entropy"].keys() == use.keys()
     assert own.upload_bytes
     assert own.training_flops == {name: cost.training_flops for name, cost in budget_costs(personal_run).items()} != {}
 
@@ -339,7 +342,8 @@ def test_the_record_of_a_run_without_a_global_model_has_its_clients_perplexity_a
     ]
     found = record_of(replace(run, evaluations=changed), "fedamole/one", "all", "fedamole", "abc")
     assert found.perplexity == {"received": pytest.approx(sum(range(4, 2 * len(own) + 1, 2)) / (len(own) - 1))}
-    assert {name.partition(" / ")[0] for name in found.observations} == {one.name for one in run.observations} != set()
+    reported = {name.partition(" / ")[0] for name in found.observations} - {"use of experts"}
+    assert reported == {one.name for one in run.observations} != set()
     assert found.seconds == pytest.approx(sum(record.seconds for record in run.rounds), abs=0.05) != 0
     found.write(tmp_path)
     assert read_records(tmp_path) == [found]
@@ -357,21 +361,27 @@ def test_a_record_keeps_the_mean_of_each_column_of_a_figure_by_round(tmp_path: P
         observation(2, [[5.0, math.nan], [7.0, math.inf]], ["entropy", "Gini"]),
         observation(1, [[1.0, 0.25], [2.0, 0.5]], ["entropy", "Gini"]),
     ]
-    found = record_of(replace(run, observations=seen), "flame/one", "all", "flame", "abc").observations
+    found = record_of(replace(run, routing=[], observations=seen), "flame/one", "all", "flame", "abc").observations
     assert found == {"use / entropy": {1: 1.5, 2: 6.0}, "use / Gini": {1: 0.375}}
     plain = [observation(1, [[1.0], [2.0]], [])]
     rows = {"use / layer 0": {1: 1.0}, "use / layer 1": {1: 2.0}}
-    assert record_of(replace(run, observations=plain), "t", "all", "r", "f").observations == {"use": {1: 1.5}, **rows}
+    assert record_of(replace(run, routing=[], observations=plain), "t", "all", "r", "f").observations == {
+        "use": {1: 1.5},
+        **rows,
+    }
 
 
 def test_a_figure_with_a_column_for_each_client_is_kept_as_its_mean_in_six_rounds(tmp_path: Path) -> None:
     run = load_run(write_run(tmp_path / "flame"))
     clients = [f"client {number}" for number in range(9)]
     seen = [observation(round, [[float(round + 9 * place) for place in range(9)]], clients) for round in range(1, 41)]
-    found = record_of(replace(run, observations=seen), "t", "all", "r", "f").observations
+    found = record_of(replace(run, routing=[], observations=seen), "t", "all", "r", "f").observations
     assert found == {"use": {round: round + 36.0 for round in (1, 9, 17, 24, 32, 40)}}
     digits = [observation(1, [[1 / 3]], [])]
-    assert record_of(replace(run, observations=digits), "t", "all", "r", "f").observations["use"][1] == 0.333333
+    assert (
+        record_of(replace(run, routing=[], observations=digits), "t", "all", "r", "f").observations["use"][1]
+        == 0.333333
+    )
 
 
 @pytest.mark.parametrize("count", [1, 2, 6, 7, 40])
@@ -513,6 +523,54 @@ def test_a_page_says_which_rows_chose_an_end_of_what_was_offered() -> None:
     )
     words = choices[1].model_copy(update={"setting": "method.scale", "tried": {"own": 0.5, "common": 0.4}})
     assert "chose the" not in table_page("one/two", "Two.", TABLE, records(), [words])
+
+
+def choice(tried: dict[str, list[float]], **more: Any) -> ChoiceRecord:
+    """A choice of `theirs` by one seed or several."""
+    first = {value: scores[0] for value, scores in tried.items()}
+    repeats = {
+        value: {f"{value} {place}": score for place, score in enumerate(scores[1:])} for value, scores in tried.items()
+    }
+    settings = {"setting": "training.learning_rate", "column": "all", "seed": 100, "score": "mean", "fingerprints": {}}
+    return ChoiceRecord(table="one/two", row="theirs", tried=first, repeats=repeats, **{**settings, **more})
+
+
+def test_the_best_value_is_the_best_in_the_mean_over_the_seeds() -> None:
+    assert choice({"1e-3": [0.5], "3e-3": [0.4]}).chosen == "1e-3"
+    assert choice({"1e-3": [0.5, 0.2, 0.2], "3e-3": [0.4, 0.4, 0.4]}).chosen == "3e-3"
+
+
+@pytest.mark.parametrize(
+    ("scores", "near"),
+    [
+        ([0.35, 0.25, 0.30], True),  # 0.05 above chance, with a deviation of 0.05
+        ([0.36, 0.26, 0.31], False),
+        ([0.25, 0.25, 0.25], True),
+        ([0.9], True),
+    ],
+)
+def test_a_choice_near_chance_is_one_whose_best_value_is_within_its_spread_of_it(
+    scores: list[float], near: bool
+) -> None:
+    tried = {"1e-3": [score - 0.1 for score in scores], "3e-3": scores}
+    assert choice(tried, chance=0.25).is_near_chance == near
+    assert not choice(tried).is_near_chance
+
+
+def test_a_row_chosen_near_chance_carries_no_verdict() -> None:
+    """It holds over `theirs` with three seeds; where their rate was chosen near chance there is no verdict."""
+    near = choice({"1e-3": [0.26, 0.24]}, chance=0.25)
+    far = choice({"1e-3": [0.46, 0.44]}, chance=0.25)
+    for made in (far, near):
+        page = table_page("one/two", "Two.", TABLE, records(), [made])
+        claims = [line for line in page.splitlines() if line.startswith("| ours leads |")]
+        assert len(claims) == 1
+        cells = cells_of(claims[0])
+        assert cells[2].startswith("**no verdict**" if made is near else "**holds**")
+        assert cells[-2].endswith(", chosen near chance: no verdict") == (made is near)
+    other = TABLE.model_copy(update={"claims": (TABLE.claims[0].model_copy(update={"lower": ("theirs", "unrun")}),)})
+    assert "**not recorded**" in claims_markdown(other, records(), ["theirs"]), "the rows that are left decide"
+    assert "**no verdict**" in claims_markdown(TABLE, records(), ["ours"])
 
 
 def test_a_claim_about_an_unknown_row_is_refused() -> None:

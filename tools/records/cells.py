@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -17,11 +17,14 @@ import fedguild
 from fedguild.errors import DataError
 from fedguild.files import write_text
 from fedguild.report.costs import budget_costs, client_totals, mean_cost
-from fedguild.report.observations import observed_means
+from fedguild.report.observations import MOST_ROUNDS, evenly, observed_means
 from fedguild.report.table_figures import CellScores
 from fedguild.report.tables import run_table
 from fedguild.runs.folder import MEANS, Run
 from fedguild.score_names import MEAN, SUMMARIES
+
+USE = "use of experts"
+"""The figure of every method on a mixture of experts: `use of experts / Gini` and `use of experts / entropy`."""
 
 
 class CellRecord(BaseModel):
@@ -104,6 +107,8 @@ class ChoiceRecord(BaseModel):
         fingerprints: Value -> fingerprint of the run's config.
         others: Value -> the run's other summaries, for a table that decides by another of them.
         together: Whether all rows of the table get one value, the best in the mean over them (`best_together`).
+        repeats: Value -> fingerprint -> score of its runs with further seeds.
+        chance: The score of guessing; None if the choice is not held against it.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -118,6 +123,8 @@ class ChoiceRecord(BaseModel):
     fingerprints: dict[str, str]
     others: dict[str, dict[str, float]] = Field(default_factory=dict)
     together: bool = False
+    repeats: dict[str, dict[str, float]] = Field(default_factory=dict)
+    chance: float | None = None
 
     def by_score(self, score: str) -> dict[str, float]:
         """Returns value -> a score of its run, of the values whose runs have it."""
@@ -127,8 +134,29 @@ class ChoiceRecord(BaseModel):
 
     @property
     def chosen(self) -> str:
-        """The value with the highest score; of equal ones the first that was tried."""
-        return max(self.tried, key=lambda value: self.tried[value])
+        """The value with the highest mean score over the seeds; of equal ones the first that was tried."""
+        means = self.means
+        return max(means, key=lambda value: means[value])
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Value -> its mean score over the seeds."""
+        return {value: fmean(self.over_seeds(value)) for value in self.tried}
+
+    def over_seeds(self, value: str) -> list[float]:
+        """Returns a value's score with each seed."""
+        return [self.tried[value], *self.repeats.get(value, {}).values()]
+
+    @property
+    def is_near_chance(self) -> bool:
+        """Whether the best value's mean is within its sample deviation over the seeds of chance.
+
+        A choice by one seed has no deviation, so that nothing tells it from chance.
+        """
+        if self.chance is None:
+            return False
+        best = self.over_seeds(self.chosen)
+        return len(best) < 2 or fmean(best) - self.chance <= stdev(best)
 
     def write(self, folder: Path) -> Path:
         """Writes the record; returns its file.
@@ -141,10 +169,22 @@ class ChoiceRecord(BaseModel):
         return path
 
 
+def _use_of_experts(run: Run) -> dict[str, dict[int, float]]:
+    """Returns the Gini coefficient and the entropy of all clients' use of the experts, by round, mean over layers.
+
+    Every method has them, so that they compare.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for record in evenly(run.routing, MOST_ROUNDS):
+        for name, values in (("Gini", record.gini), ("entropy", record.entropy)):
+            found.setdefault(f"{USE} / {name}", {})[record.round] = float(f"{fmean(values):.6g}")
+    return found
+
+
 def mean_over_rows(choices: Sequence[ChoiceRecord]) -> dict[str, float]:
     """Returns value -> its mean score over the rows for which it was tried, of the values that all of them tried."""
     everywhere = [value for value in choices[0].tried if all(value in choice.tried for choice in choices)]
-    return {value: fmean(choice.tried[value] for choice in choices) for value in everywhere}
+    return {value: fmean(choice.means[value] for choice in choices) for value in everywhere}
 
 
 def best_together(choices: Sequence[ChoiceRecord]) -> str:
@@ -230,7 +270,7 @@ def record_of(
         split=found.split,
         scores=found.scores,
         perplexity=perplexity,
-        observations=observed_means(run),
+        observations=observed_means(run) | _use_of_experts(run),
         training_flops=trained,
         upload_bytes=cost.upload_bytes if cost else None,
         download_bytes=cost.download_bytes if cost else None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Literal, get_args
 
@@ -14,7 +14,7 @@ from fedguild.score_names import TITLES
 from tools.records.cells import CellRecord, nats_per_token
 from tools.records.summary import by_row, cost_ratios
 
-Word = Literal["holds", "does not hold", "undecided at this scale", "not recorded"]
+Word = Literal["holds", "does not hold", "undecided at this scale", "not recorded", "no verdict"]
 Values = Callable[[CellRecord], Mapping[str, float]]
 """What is compared: score -> its value, the score itself or another figure of the same model and examples."""
 PERPLEXITY_SAYS: Mapping[Word, str] = {
@@ -22,6 +22,7 @@ PERPLEXITY_SAYS: Mapping[Word, str] = {
     "does not hold": "disagrees",
     "undecided at this scale": "undecided",
     "not recorded": units.MISSING,
+    "no verdict": units.MISSING,
 }
 """A verdict by nats per token -> what perplexity says of the claim."""
 ROUNDING = 1e-9
@@ -30,18 +31,25 @@ FEWEST_SEEDS = 3
 """Seeds without which nothing is decided: two that agree by chance have a narrow interval."""
 
 
-def folded_claims(table: Table, records: Sequence[CellRecord]) -> str:
+def folded_claims(table: Table, records: Sequence[CellRecord], unjudged: Collection[str] = ()) -> str:
     """Returns `claims_markdown`, folded away under a line with the number of each verdict; empty without a claim."""
     if not table.claims:
         return ""
-    claims = claims_markdown(table, records)
+    claims = claims_markdown(table, records, unjudged)
     counts = {word: claims.count(f"| **{word}**") for word in get_args(Word)}
     told = ", ".join(f"{word} {count}" for word, count in counts.items() if count)
     return f'<details markdown="1">\n<summary>Claims by column: {told}</summary>\n\n{claims}\n</details>\n'
 
 
-def claims_markdown(table: Table, records: Sequence[CellRecord]) -> str:
-    """Returns a table of the claims by column: a verdict, what perplexity says, the costs, and what could be shown."""
+def claims_markdown(table: Table, records: Sequence[CellRecord], unjudged: Collection[str] = ()) -> str:
+    """Returns a table of the claims by column: a verdict, what perplexity says, the costs, and what could be shown.
+
+    Args:
+        table: The table.
+        records: Its records.
+        unjudged: Rows whose setting was chosen near chance. A verdict rests on the other rows; where there is none, or
+            the claim is about such a row, there is no verdict.
+    """
     lines = [
         "| claim | column | verdict | perplexity | costs | seeds | differences, 95 % interval | smallest shown |",
         "| :--- | :--- | :--- | :--- | :--- | ---: | :--- | ---: |",
@@ -52,11 +60,17 @@ def claims_markdown(table: Table, records: Sequence[CellRecord]) -> str:
             score = claim.score or table.score
             found = {row: difference(cells, claim.higher, row, score, claim.over) for row in claim.lower}
             of = f", {TITLES.get(claim.over, claim.over)}" if claim.over else ""
-            shown = "<br>".join(f"− {row}{of}: {interval(gap)}" for row, gap in found.items())
+            shown = "<br>".join(
+                f"− {row}{of}: {interval(gap)}{'' if row not in unjudged else ', chosen near chance: no verdict'}"
+                for row, gap in found.items()
+            )
             where = "" if column == ONLY_COLUMN else column
-            word = f"**{verdict(found.values())}**{_reservation(found.values())}"
-            seeds, least = _seeds(found.values()), _could_show(found.values())
-            says = by_perplexity(cells, claim, score, seeds)
+            judged = [] if claim.higher in unjudged else [row for row in claim.lower if row not in unjudged]
+            gaps = [found[row] for row in judged]
+            word = f"**{verdict(gaps)}**{_reservation(gaps)}" if judged else "**no verdict**"
+            seeds, least = _seeds(found.values()), _could_show(gaps)
+            by_judged = claim.model_copy(update={"lower": tuple(judged)})
+            says = by_perplexity(cells, by_judged, score, seeds) if judged else units.MISSING
             one_row = set(claim.lower) == {claim.higher}
             costs = units.MISSING if one_row else cost_ratios(cells, claim.higher, claim.lower)
             lines.append(f"| {claim.says} | {where} | {word} | {says} | {costs} | {seeds} | {shown} | {least} |")

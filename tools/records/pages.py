@@ -70,7 +70,7 @@ def table_page(
         parts += [grid.to_markdown() for grid in grids if grid is not None]
         parts.append(f"{_resolution(cells, table)}\n")
     if table.claims:
-        parts.append(claims_markdown(table, records))
+        parts.append(claims_markdown(table, records, chosen_near_chance(choices)))
     return "\n".join([*parts, *_drawn(figures), *_said(remark)])
 
 
@@ -79,6 +79,7 @@ def summary_page(
     records: Sequence[CellRecord],
     figures: Mapping[str, Drawing] = MappingProxyType({}),
     remark: str = "",
+    choices: Sequence[ChoiceRecord] = (),
 ) -> str:
     """Returns a table in short as Markdown, for the page of its method.
 
@@ -90,10 +91,16 @@ def summary_page(
         records: Its records.
         figures: Path of a figure from the page -> what it draws.
         remark: What it means, in paragraphs of Markdown; may be empty.
+        choices: What was chosen for its rows.
     """
     grids = [grid for make in (summary_grid, shown_grid) if (grid := make(table, records)) is not None]
     parts = [*(grid.to_markdown() for grid in grids), *_resolutions(table, records), *_drawn(figures), *_said(remark)]
-    return "\n".join([*parts, folded_claims(table, records)] if table.claims else parts)
+    return "\n".join([*parts, folded_claims(table, records, chosen_near_chance(choices))] if table.claims else parts)
+
+
+def chosen_near_chance(choices: Sequence[ChoiceRecord]) -> list[str]:
+    """Returns the rows whose own choice says nothing, as its best value is near chance."""
+    return [choice.row for choice in choices if choice.is_near_chance and not choice.together]
 
 
 def _drawn(figures: Mapping[str, Drawing]) -> list[str]:

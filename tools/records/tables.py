@@ -8,10 +8,13 @@
 Without --data, `../shared/data` is the folder of the data sets where it exists.
 
 Where the plan says `choose`, a setting of each row is chosen first, by runs of a seed of their own that are scored on
-the validation examples; with `together`, all rows get the value that is best in the mean over them. A run that another
-table has recorded with the very same settings is not run again, and where the plan says `longer`, a column of fewer
-rounds is read from the runs of one of more. The pages are written by `tools/generate.py`, which reads the records and
-nothing else.
+the validation examples; with `together`, all rows get the value that is best in the mean over them. With `repeats`
+every value is tried with those seeds as well, and the best in the mean over the seeds is taken. With `chance`, the
+score of guessing, a choice is refused whose best value is within its spread over the seeds of chance: the row's cells
+do not run.
+A run that another table has recorded with the very same settings is not run again, and where the plan says `longer`, a
+column of fewer rounds is read from the runs of one of more. The pages are written by `tools/generate.py`, which reads
+the records and nothing else.
 """
 
 from __future__ import annotations
@@ -205,6 +208,21 @@ class Plan:
             (tried[value],) = self.runs([row], [choose["column"]], overrides, [choose["seed"]], folder)
         return tried
 
+    def repeats(self, row: str) -> dict[str, list[Planned]]:
+        """Returns value -> the runs that try it for a row again, with the further seeds of the plan."""
+        choose = self.settings.get("choose", {"values": ()})
+        again: dict[str, list[Planned]] = {}
+        for value in map(str, choose["values"]):
+            folder = f"{self.name.replace('/', '-')}/choices/{value}"
+            overrides, seeds = self.candidate_overrides(value), choose.get("repeats", ())
+            again[value] = self.runs([row], [choose["column"]], overrides, seeds, folder) if seeds else []
+        return again
+
+    def is_refused(self, row: str) -> bool:
+        """Whether a row's own choice is refused: its best value is within its spread over the seeds of chance."""
+        choice = None if self.chooses_together else self.choice(row)
+        return choice is not None and choice.is_near_chance
+
     def choice(self, row: str) -> ChoiceRecord | None:
         """Returns what was chosen for a row, if by runs that the plan names: by all of them, or before it had more."""
         path = choice_path(RECORDS, self.name, row)
@@ -224,7 +242,10 @@ class Plan:
     def is_chosen(self, row: str) -> bool:
         """Returns whether a row's setting was chosen among all the values that the plan has now."""
         choice = self.choice(row)
-        return choice is not None and choice.tried.keys() == set(map(str, self.settings["choose"]["values"]))
+        if choice is None or choice.tried.keys() != set(map(str, self.settings["choose"]["values"])):
+            return False
+        again = {value: {one.fingerprint for one in runs} for value, runs in self.repeats(row).items()}
+        return all(wanted <= choice.repeats.get(value, {}).keys() for value, wanted in again.items())
 
     def row_overrides(self, row: str) -> tuple[str, ...] | None:
         """Returns the settings of a row's cells; None where one is still to be chosen."""
@@ -282,13 +303,22 @@ class Plan:
     def untried(self, row: str) -> list[Planned]:
         """Returns the candidates of a row that no table has tried."""
         known = tried_before(self.score_to_choose_by(row))
-        return [one for one in self.candidates(row).values() if one.fingerprint not in known]
+        again = (one for runs in self.repeats(row).values() for one in runs)
+        return [one for one in (*self.candidates(row).values(), *again) if one.fingerprint not in known]
 
     def chosen(self, row: str) -> Path:
         """Writes the record of what was chosen for a row, from its finished candidates."""
         choose, candidates, score = self.settings["choose"], self.candidates(row), self.score_to_choose_by(row)
         known = tried_before(score)
         ran = {value: one.recorded().scores for value, one in candidates.items() if one.fingerprint not in known}
+        repeats = {
+            value: {
+                one.fingerprint: known[one.fingerprint] if one.fingerprint in known else one.recorded().scores[score]
+                for one in runs
+            }
+            for value, runs in self.repeats(row).items()
+            if runs
+        }
         tried = {
             value: ran[value][score] if value in ran else known[one.fingerprint] for value, one in candidates.items()
         }
@@ -307,6 +337,8 @@ class Plan:
                 for value, scores in ran.items()
             },
             together=self.chooses_together,
+            repeats=repeats,
+            chance=choose.get("chance"),
         ).write(RECORDS)
 
     def cells(self) -> list[Planned]:
@@ -315,7 +347,7 @@ class Plan:
         with_runs = [column for column in columns if column not in self.longer]
         for row in self.table.rows:
             overrides = self.row_overrides(row)
-            if overrides is not None:
+            if overrides is not None and not self.is_refused(row):
                 found += self.runs([row], with_runs, overrides, self.seeds, folder)
                 found += self.runs_that_go_on(row, overrides, folder)
         return sorted(found, key=lambda one: (columns.index(one.column), one.cell.config.seed))
@@ -373,12 +405,13 @@ def outdated() -> list[CellRecord]:
 
 def tried_before(score: str) -> dict[str, float]:
     """Returns fingerprint -> score of the runs that any table has tried settings by."""
-    return {
-        choice.fingerprints[value]: tried
-        for path in RECORDS.rglob("choices/*.json")
-        for choice in [ChoiceRecord.model_validate_json(path.read_bytes())]
-        for value, tried in choice.by_score(score).items()
-    }
+    found: dict[str, float] = {}
+    for path in RECORDS.rglob("choices/*.json"):
+        choice = ChoiceRecord.model_validate_json(path.read_bytes())
+        found |= {choice.fingerprints[value]: tried for value, tried in choice.by_score(score).items()}
+        if choice.score == score:
+            found |= {fingerprint: tried for runs in choice.repeats.values() for fingerprint, tried in runs.items()}
+    return found
 
 
 def finish(runs: Sequence[Planned], jobs: int) -> None:
@@ -425,6 +458,12 @@ def run(plan: Plan, jobs: int, rows: Sequence[str] = (), *, discard: bool = Fals
             print(f"recorded {plan.chosen(row).relative_to(ROOT)}", flush=True)
             if discard:
                 remove(untried)
+    for row in wanted:
+        if plan.is_refused(row):
+            print(
+                f"{plan.name}, {row}: refused, its best value is within its spread over the seeds of chance.",
+                flush=True,
+            )
     missing = [one for one in plan.cells() if one.cell.config.name in wanted and not one.is_recorded()]
     known = {record.fingerprint: record for record in valid_records()}
     for one in missing:
