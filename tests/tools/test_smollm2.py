@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import shutil
 from functools import partial
@@ -22,6 +23,8 @@ from tools.smollm2.experts import Sizes, split
 
 LAYERS = range(1, 3)
 SIZES = Sizes(experts=4, active=2, rank=2)
+MADE_SHA256 = "9c96ab5f6ccc989cbfd434f171bc1c0cb3697f90555e77c4382648964250e54e"
+"""Of the tensors of the mixture's folder, in the order of their names."""
 WHEEL = Path(__file__).parents[2] / "models"
 
 
@@ -213,7 +216,12 @@ def test_another_wheel_is_refused(tmp_path: Path) -> None:
 @pytest.mark.skipif(
     not (find_spec("gguf") and list(WHEEL.glob(dense.PATTERN))), reason="`make smollm2` brings the wheel"
 )
-def test_the_dense_model_is_the_packages(tmp_path: Path) -> None:
+def test_the_model_and_the_mixture_are_rebuilt_bit_by_bit(tmp_path: Path) -> None:
     dense.build(dense.download(WHEEL), tmp_path)
     model = LlamaForCausalLM.from_pretrained(tmp_path)
     assert model.num_parameters() == 134_515_008
+    made = mixture.as_qwen2_moe(mixture.load(model, command_line.MADE, active=8)).state_dict()
+    digest = hashlib.sha256()
+    for name in sorted(made):
+        digest.update(made[name].numpy().tobytes())
+    assert digest.hexdigest() == MADE_SHA256

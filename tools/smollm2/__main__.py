@@ -12,6 +12,8 @@ from tools.smollm2 import dense, heal, mixture, states, texts
 from tools.smollm2.experts import Sizes
 
 MODELS = Path("models")
+MADE = Path(__file__).parent / "mixture.safetensors"
+"""The mixture that this repository keeps; it stopped after the stage `together`."""
 SIZES = Sizes(experts=32, active=8, rank=4)
 LAYERS = range(15, 23)
 """The layers that are split. Layers 2 and 9 carry massive activations, and splitting those below 15 costs far more."""
@@ -84,9 +86,8 @@ def _curve(given: argparse.Namespace) -> None:
 
 
 def _assemble(given: argparse.Namespace) -> None:
-    mixture.assemble(
-        _folder(given), _run(given) / "mixture.safetensors", Path(given.models) / "smollm2-moe", SIZES.active
-    )
+    own = _run(given) / "mixture.safetensors"
+    mixture.assemble(_folder(given), own if own.exists() else MADE, Path(given.models) / "smollm2-moe", SIZES.active)
 
 
 STEPS = {"dense": _dense, "states": _states, "train": _train, "curve": _curve, "assemble": _assemble}
