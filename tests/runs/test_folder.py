@@ -68,17 +68,28 @@ def test_the_shown_split_is_validation_where_no_test_was_scored(tmp_path: Path) 
 def test_totals_of_a_client_are_sums_over_its_rounds(run: Run) -> None:
     totals = client_totals(run)
     mine = [record for record in run.clients if record.client == 3]
-    row = totals[3]
-    assert (row.client, row.budget, row.active_experts, row.rounds) == (3, "b4", 1, 6)
-    assert row.steps == 150
-    assert row.tokens == sum(record.tokens for record in mine)
-    assert row.train_loss == mine[-1].train_loss
-    assert row.cost.upload_bytes == sum(record.upload_bytes for record in mine)
-    assert row.cost.peak_memory_bytes == max(record.peak_memory_bytes or 0 for record in mine)
-    pair = mean_cost([totals[0].cost, totals[3].cost])
+    row = totals.loc[3]
+    assert (row["budget"], row["active_experts"], row["rounds"], row["steps"]) == ("b4", 1, 6, 150)
+    assert row["tokens"] == sum(record.tokens for record in mine)
+    assert row["train_loss"] == mine[-1].train_loss
+    assert row["upload_bytes"] == sum(record.upload_bytes for record in mine)
+    assert row["peak_memory_bytes"] == max(record.peak_memory_bytes or 0 for record in mine)
+    pair = mean_cost(totals.loc[[0, 3]])
     assert pair is not None
-    assert pair.training_flops == (totals[0].cost.training_flops + totals[3].cost.training_flops) / 2
-    assert mean_cost([]) is None
+    assert pair.training_flops == (totals["training_flops"][0] + totals["training_flops"][3]) / 2
+    assert mean_cost(totals[:0]) is None
+
+
+def test_what_a_client_withholds_once_is_missing_in_its_totals_and_in_the_mean(run: Run) -> None:
+    withheld = run.clients[3].model_copy(update={"training_flops": None, "seconds": None, "peak_memory_bytes": None})
+    totals = client_totals(dataclasses.replace(run, clients=[withheld, *run.clients[4:]]))
+    assert totals["training_flops"].isna().tolist() == [index == withheld.client for index in totals.index]
+    assert totals["peak_memory_bytes"].notna().all()
+    cost = mean_cost(totals)
+    assert cost is not None
+    assert (cost.training_flops, cost.seconds) == (None, None)
+    assert cost.upload_bytes == pytest.approx(totals["upload_bytes"].mean())
+    assert client_totals(dataclasses.replace(run, clients=[])).empty
 
 
 def test_phases_cover_the_wall_time(run: Run) -> None:
@@ -95,7 +106,7 @@ def test_a_run_until_a_round_is_what_a_shorter_one_would_be(run: Run) -> None:
     assert early.curve("budget", "b4") == run.curve("budget", "b4")[:4]
     for records in (early.clients, early.routing, early.evaluations):
         assert max(record.round for record in records) == 3
-    assert client_totals(early)[3].rounds == 3
+    assert client_totals(early)["rounds"][3] == 3
     assert run.until(6) == run
     unscored = dataclasses.replace(run, evaluations=[one for one in run.evaluations if one.round % 2 == 0])
     with pytest.raises(CheckpointError, match="was not evaluated after round 3"):

@@ -250,7 +250,7 @@ def record_of(
         overrides: Settings on top of the table's.
     """
     found = run_table(run)
-    cost = mean_cost(totals.cost for totals in client_totals(run))
+    cost = mean_cost(client_totals(run))
     trained = {name: cost.training_flops for name, cost in budget_costs(run).items() if cost.training_flops is not None}
     perplexity = {row.budget.name: row.metrics["perplexity"] for row in found.rows if "perplexity" in row.metrics}
     for scope, mean in MEANS.items():

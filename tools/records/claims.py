@@ -168,10 +168,7 @@ def difference(
         {record.seed: found[of] for record in cells.get(name, ()) if of in (found := values(record))}
         for name, of in ((row, score), (other, over or score))
     )
-    shared = first.keys() & second.keys()
-    if not shared:
-        return None
-    return paired_difference({seed: first[seed] for seed in shared}, {seed: second[seed] for seed in shared})
+    return paired_difference(first, second)
 
 
 def smallest_shown(cells: Mapping[str, Sequence[CellRecord]], reference: str, score: str) -> float | None:

@@ -47,16 +47,10 @@ def half_width(values: Spread) -> float:
     return float(stdtrit(values.count - 1, (1 + CONFIDENCE) / 2)) * values.std / math.sqrt(values.count)
 
 
-def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Spread:
+def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Spread | None:
     """Returns the spread of `values[seed] - reference[seed]`, which cancels what a seed does to both.
 
-    Raises:
-        DataError: the two were not run with the same seeds.
+    Only seeds of both count; None where there are none.
     """
-    if values.keys() != reference.keys():
-        raise DataError(
-            f"A paired difference needs the same seeds on both sides, but one side has {sorted(values)} "
-            f"and the other {sorted(reference)}.",
-            "Run both with the same list of seeds.",
-        )
-    return spread([values[seed] - reference[seed] for seed in sorted(values)])
+    shared = sorted(values.keys() & reference.keys())
+    return spread([values[seed] - reference[seed] for seed in shared]) if shared else None

@@ -8,10 +8,12 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+import pandas
+
 from fedguild.errors import ConfigError, nearest
 from fedguild.evaluation.statistics import Spread, paired_difference, spread
 from fedguild.report import units
-from fedguild.report.costs import Cost, client_totals, mean_cost
+from fedguild.report.costs import COSTS, Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
 from fedguild.report.tables import RunTable, run_table, size_of
 from fedguild.runs.folder import BudgetFacts, Run
@@ -113,10 +115,7 @@ class ComparisonTable:
         """
         ours = self.row(label).scores.get(column, {})
         theirs = self.row(self.reference).scores.get(against or column, {})
-        shared = ours.keys() & theirs.keys()
-        if not shared:
-            return None
-        return paired_difference({seed: ours[seed] for seed in shared}, {seed: theirs[seed] for seed in shared})
+        return paired_difference(ours, theirs)
 
     def best(self, column: str | Mapping[str, str]) -> str | None:
         """Returns the label of the highest mean; None where fewer than two methods have one.
@@ -284,12 +283,12 @@ def _method_row(label: str, runs: Sequence[Run], tables: Sequence[RunTable]) -> 
         for row in table.rows:
             if row.cost and row.cost.training_flops is not None:
                 flops.setdefault(row.budget.name, []).append(row.cost.training_flops)
-    per_run = [mean_cost(totals.cost for totals in client_totals(run)) for run in runs]
+    per_run = [cost for run in runs if (cost := mean_cost(client_totals(run)))]
     return MethodRow(
         label=label,
         scores=scores,
         training_flops={name: fmean(values) for name, values in flops.items()},
-        cost=mean_cost(cost for cost in per_run if cost),
+        cost=mean_cost(pandas.DataFrame(per_run, columns=COSTS).astype(float)),
         run_seconds=fmean(sum(record.seconds for record in run.rounds) for run in runs),
     )
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
 from typing import Literal
 
+import pandas
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
@@ -14,7 +14,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from fedguild.report import units
 from fedguild.report.comparison import ComparisonTable
-from fedguild.report.costs import client_totals, mean_cost
+from fedguild.report.costs import client_totals
 from fedguild.report.style import (
     FULL_WIDTH,
     INK,
@@ -230,15 +230,11 @@ def _curve(run: Run, column: str) -> Sequence[tuple[int, float]]:
 
 def _upload_bytes(runs: Sequence[Run]) -> dict[str, float]:
     """Returns budget name -> bytes that one of its clients sent over a run, mean over clients and seeds."""
-    totals = [row for run in runs for row in client_totals(run)]
-    names = {row.budget for row in totals}
-    costs = {name: mean_cost(row.cost for row in totals if row.budget == name) for name in names}
-    return {name: cost.upload_bytes for name, cost in costs.items() if cost}
+    totals = pandas.concat([client_totals(run) for run in runs])
+    return dict(totals.groupby("budget")["upload_bytes"].mean())
 
 
 def _mean_curve(curves: Sequence[Sequence[tuple[int, float]]]) -> tuple[list[int], list[float], list[float]]:
     """Returns rounds, means and sample deviations of the rounds that every curve has."""
-    by_round = [dict(curve) for curve in curves]
-    rounds = sorted(set.intersection(*(set(curve) for curve in by_round)))
-    values = [[curve[round] for curve in by_round] for round in rounds]
-    return rounds, [fmean(row) for row in values], [stdev(row) if len(row) > 1 else 0.0 for row in values]
+    by_round = pandas.DataFrame([dict(curve) for curve in curves]).dropna(axis=1).sort_index(axis=1)
+    return list(by_round), list(by_round.mean()), list(by_round.std().fillna(0.0))

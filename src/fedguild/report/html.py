@@ -213,7 +213,7 @@ def _run_page(run: Run, shown: Shown) -> dict[str, Any]:
         "partition_values": _partition_values(run),
         "costs": _figure(figures.cost_bars(costs)) if costs else None,
         "cost_bars": _cost_bars(costs),
-        "clients": training_grid(totals) if totals else None,
+        "clients": training_grid(totals) if len(totals) else None,
         "phases": [(name, units.duration(spent), spent / sum(phases.values())) for name, spent in phases.items()],
         "rejections": run.rejections(),
         **_details(run),

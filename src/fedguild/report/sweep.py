@@ -104,11 +104,8 @@ class SweepTable:
 
     def below_best(self, setting: Setting) -> Spread | None:
         """Returns the seedwise difference to the best setting, over the seeds that both have; None without one."""
-        ours, theirs = setting.scores(self.score), self.best.scores(self.score)
-        shared = ours.keys() & theirs.keys()
-        if not shared or setting is self.best:
-            return None
-        return paired_difference({seed: ours[seed] for seed in shared}, {seed: theirs[seed] for seed in shared})
+        best = self.best
+        return None if setting is best else paired_difference(setting.scores(self.score), best.scores(self.score))
 
     def is_close(self, setting: Setting) -> bool:
         """Whether the 95 % interval of the difference to the best includes 0: these seeds cannot tell them apart."""

@@ -7,9 +7,11 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Any
 
+import pandas
+
 from fedguild.layout import client_name
 from fedguild.report import units
-from fedguild.report.costs import ClientTotals, Cost, client_totals, mean_cost
+from fedguild.report.costs import Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
 from fedguild.runs.folder import MEANS, BudgetFacts, ClientScope, Run
 from fedguild.runs.log import EvaluationRecord, RoutingRecord
@@ -228,17 +230,18 @@ def size_of(budget: BudgetFacts) -> tuple[float, float]:
     return (budget.active_experts or float("inf"), budget.rank or float("inf"))
 
 
-def training_grid(totals: Iterable[ClientTotals]) -> Grid:
+def training_grid(totals: pandas.DataFrame) -> Grid:
     """Returns the table of clients' training: the data and the costs of each."""
     header = ["Client", "Budget", "Experts", "Rank", "Examples", "Steps", "Tokens", "Train loss"]
     header += ["Training FLOPs", "Upload", "Download", "Peak memory", "Time"]
     body = []
-    for row in totals:
-        entries = [str(row.client), row.budget, str(row.active_experts or units.MISSING), str(row.rank)]
+    for row in totals.astype(object).where(totals.notna(), None).itertuples():
+        entries = [str(row.Index), row.budget, str(row.active_experts or units.MISSING), str(row.rank)]
         entries += [*map(_count, (row.examples, row.steps, row.tokens))]
         entries += [units.MISSING if row.train_loss is None else f"{row.train_loss:.3f}"]
-        entries += [units.si(row.cost.training_flops), *map(units.byte_count, _bytes(row.cost))]
-        entries += [units.duration(row.cost.seconds)]
+        entries += [units.si(row.training_flops), units.byte_count(row.upload_bytes)]
+        entries += [units.byte_count(row.download_bytes), units.byte_count(row.peak_memory_bytes)]
+        entries += [units.duration(row.seconds)]
         body.append(tuple(map(Cell, entries)))
     return Grid("Clients, over the whole run", tuple(map(Cell, header)), tuple(body))
 
@@ -287,9 +290,9 @@ def metric_title(name: str) -> str:
 
 
 def _budget_row(
-    budget: BudgetFacts, first: Mapping[str, Any], last: Mapping[str, Any], totals: Iterable[ClientTotals]
+    budget: BudgetFacts, first: Mapping[str, Any], last: Mapping[str, Any], totals: pandas.DataFrame
 ) -> BudgetRow:
-    members = [row.cost for row in totals if row.budget == budget.name]
+    members = totals[totals["budget"] == budget.name]
     return BudgetRow(
         budget=budget,
         before=first[budget.name].score if budget.name in first else None,
@@ -330,8 +333,8 @@ def _score_of(record: EvaluationRecord | None) -> float | None:
     return record.score if record and record.examples != 0 else None
 
 
-def _count(number: int | None) -> str:
-    return units.MISSING if number is None else units.count(number)
+def _count(number: float | None) -> str:
+    return units.MISSING if number is None else units.count(int(number))
 
 
 def _metrics_beside_the_score(rows: Iterable[BudgetRow]) -> list[str]:
@@ -348,7 +351,3 @@ def _metric(name: str, value: float | None) -> str:
 def _summary_row(title: str, before: float | None, score: str, width: int) -> tuple[Cell, ...]:
     cells = [Cell(title), Cell(""), Cell(units.score(before)), Cell(score, strong=True)]
     return tuple(cells + [Cell("")] * (width - len(cells)))
-
-
-def _bytes(cost: Cost) -> tuple[float, float, float | None]:
-    return cost.upload_bytes, cost.download_bytes, cost.peak_memory_bytes
