@@ -1,7 +1,7 @@
 """Generated parts of the documentation: `make docs` writes them, a test sees that they are up to date.
 
 A page marks each of them with `<!-- generated: NAME -->` and `<!-- end -->`. What stands between is read off the
-code (options, costs, titles) or, in the index of the methods, off the section "In short" of every method's page.
+code (options, costs) or, in the index of the methods, off the section "In short" of every method's page.
 
     python -m tools.generate             # all parts, and the figures of recorded tables
     python -m tools.generate recorded    # the recorded tables and their figures alone
@@ -35,7 +35,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.report import table_figures
 from fedguild.server.method import Method
 from tools.records.cells import CellRecord, read_choices, read_records
-from tools.records.claims import folded_claims
+from tools.records.claims import VERDICTS, claims_in_short, count_verdicts, folded_claims
 from tools.records.pages import chosen_near_chance, summary_page, table_page
 from tools.records.remarks import render_overview, render_remark
 
@@ -49,7 +49,11 @@ REMARK = "remark.txt"
 OVERVIEW = "overview.txt"
 """In the folder of a method's tables: what they say together, another such template."""
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
-LEGEND = "[What the columns say](results.md#recorded-tables).\n"
+TABLE_PAGES = METHOD_PAGES / "results"
+"""Where every recorded table has a page."""
+MAIN = ("flame/table-2-english", "ub-smoe/table-4-english", "fedamole/table-1-english", "fedalign-moe/table-1-english")
+"""The tables of the four papers whose claims the page of results lists."""
+LEGEND = "[What the columns say](results/index.md).\n"
 """Above the recorded tables on a method's page."""
 FACTS = ("Trains", "Sent up", "The client keeps", "The server combines", "Use it when")
 """The list of the section "In short", in this order; the columns of the index."""
@@ -94,12 +98,15 @@ def outdated(parts: Collection[str] = ()) -> dict[Path, str]:
         ValueError: a page marks a part that nothing generates, or a method's page lacks a line of "In short".
     """
     _records.cache_clear()
-    pages = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    _recorded_tables.cache_clear()
+    pages = sorted((ROOT / "docs").rglob("*.md"))
     texts = {page: page.read_text("utf-8") for page in pages}
     pages_to_write = {page: new for page, old in texts.items() if (new := _generated(page, old, parts)) != old}
     if parts and "recorded" not in parts:
         return pages_to_write
-    return pages_to_write | {path: draw() for path, (told, draw) in _figures().items() if not _says(path, told)}
+    drawn = {path: draw() for path, (told, draw) in _figures().items() if not _says(path, told)}
+    written = {path: new for path, new in table_pages().items() if texts.get(path) != new}
+    return pages_to_write | drawn | written
 
 
 @cache
@@ -108,9 +115,10 @@ def _records(folder: Path) -> list[CellRecord]:
     return read_records(folder)
 
 
-def stray_figures() -> list[Path]:
-    """Returns the figures' files that no recorded table has."""
-    return sorted(set(FIGURES.glob("*.svg")) - _figures().keys())
+def strays() -> list[Path]:
+    """Returns the files of figures and of tables' pages that no recorded table has."""
+    pages = set(TABLE_PAGES.glob("*.md")) - {TABLE_PAGES / "index.md"} - table_pages().keys()
+    return sorted(set(FIGURES.glob("*.svg")) - _figures().keys() | pages)
 
 
 def _figures() -> dict[Path, tuple[str, Callable[[], str]]]:
@@ -170,8 +178,54 @@ def _published(page: Path) -> str:
     return published_markdown([compare(claim, build_method) for claim in CLAIMS])
 
 
+def table_pages() -> dict[Path, str]:
+    """Returns the file of every recorded table's page -> its text."""
+    pages = {}
+    for name, (content, of_table) in _recorded_tables(RECORDS).items():
+        (shipped,) = (one for one in tables() if one.name == name)
+        drawn = table_figures.drawings(content, [record.drawn for record in of_table])
+        figures = {f"../{FIGURES.name}/{_figure_path(shipped, end).name}": one for end, one in drawn.items()}
+        remark = re.sub(r"\]\((?![a-z]+:|#)", "](../", _remark(name))
+        choices = read_choices(RECORDS, name)
+        text = table_page(name, shipped.description, content, of_table, choices, figures, remark)
+        pages[TABLE_PAGES / _page_name(name)] = text
+    return pages
+
+
+def _page_name(table: str) -> str:
+    return f"{table.replace('/', '-')}.md"
+
+
+def _results(page: Path) -> str:
+    """Returns the claims of the four papers' main tables with their verdicts, and how many each table has."""
+    every = _recorded_tables(RECORDS)
+    main = [["paper and table", "claim", "verdict"]]
+    for name in MAIN:
+        if name in every:
+            title = f"[{name.removesuffix('-english')}](results/{_page_name(name)})"
+            main += [[title, *said] for said in claims_in_short(*every[name], _near_chance(name))]
+    rest = [["table", *VERDICTS]]
+    for shipped in _in_the_plans_order(tables()):
+        if shipped.name in every:
+            counts = count_verdicts(*every[shipped.name], _near_chance(shipped.name))
+            rest.append([f"[{shipped.name}](results/{_page_name(shipped.name)})", *map(str, counts.values())])
+    counted = f"## All recorded tables\n\nClaims by column, counted by verdict.\n\n{_as_markdown(rest)}"
+    return f"{_as_markdown(main)}\n{counted}"
+
+
+def _near_chance(table: str) -> set[str]:
+    """Returns a table's rows whose setting was chosen near chance: they carry no verdict."""
+    return chosen_near_chance(read_choices(RECORDS, table))
+
+
+def _as_markdown(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
 def _recorded(page: Path) -> str:
-    """Returns the recorded tables: all of them in results.md, on a method's page what concerns it."""
+    """Returns what the recorded tables say of the method that a page is about."""
     every = _recorded_tables(RECORDS)
     parts = []
     for shipped in _in_the_plans_order(tables()):
@@ -180,11 +234,11 @@ def _recorded(page: Path) -> str:
         content, of_table = every[shipped.name]
         drawn = table_figures.drawings(content, [record.drawn for record in of_table])
         figures = {f"{FIGURES.name}/{_figure_path(shipped, end).name}": one for end, one in drawn.items()}
-        if page.stem == "results":
-            choices, remark = read_choices(RECORDS, shipped.name), _remark(shipped.name)
-            parts.append(table_page(shipped.name, shipped.description, content, of_table, choices, figures, remark))
-        elif shipped.name.startswith(f"{page.stem}/"):
-            parts += [f"### {shipped.name}\n", f"{shipped.description}\n"]
+        if shipped.name.startswith(f"{page.stem}/"):
+            parts += [
+                f"### {shipped.name}\n",
+                f"{shipped.description} [All scores](results/{_page_name(shipped.name)}).\n",
+            ]
             choices = read_choices(RECORDS, shipped.name)
             parts.append(summary_page(content, of_table, figures, _remark(shipped.name), choices))
         elif rows := [row for row, method in _methods_of_rows(shipped).items() if method == page.stem]:
@@ -192,17 +246,15 @@ def _recorded(page: Path) -> str:
             shown = ", ".join(f"`{row}`" for row in rows)
             parts.append(f"`{shipped.name}`, its {'row' if len(rows) == 1 else 'rows'} here {shown}:\n")
             if claims:
-                unjudged = chosen_near_chance(read_choices(RECORDS, shipped.name))
-                parts.append(folded_claims(content.model_copy(update={"claims": claims}), of_table, unjudged))
+                of_rows = content.model_copy(update={"claims": claims})
+                parts.append(folded_claims(of_rows, of_table, _near_chance(shipped.name)))
             else:
                 parts.append("The table makes no claim about it.\n")
     if not parts:
-        none = "No table has" if page.stem == "results" else "No table with this method has"
-        return f"{none} been recorded yet: `make tables`.\n"
-    own = "" if page.stem == "results" else f"{page.stem}/"
-    if unrun := [name for name in _plan(RECORDS) if name.startswith(own) and name not in every]:
+        return "No table with this method has been recorded yet: `make tables`.\n"
+    if unrun := [name for name in _plan(RECORDS) if name.startswith(f"{page.stem}/") and name not in every]:
         parts.append(f"Planned, and not run yet: {', '.join(f'`{name}`' for name in unrun)}.\n")
-    return "\n".join([*([] if page.stem == "results" else [LEGEND]), *parts])
+    return "\n".join([LEGEND, *parts])
 
 
 def _in_the_plans_order(shipped: Iterable[ShippedTable]) -> list[ShippedTable]:
@@ -243,13 +295,6 @@ def _methods_of_rows(shipped: ShippedTable) -> dict[str, str]:
     content = shipped.load()
     cells = table_cells(shipped.name, content, columns=[next(iter(content.columns))])
     return {cell.row: cell.config().method.name for cell in cells}
-
-
-def _titles(page: Path) -> str:
-    """Returns every method with its title, for the README."""
-    found = [plugin for plugin in METHODS.found() if plugin.origin == "fedguild"]
-    rows = [f"| [`{plugin.name}`](docs/methods/{plugin.name}.md) | {plugin.title} |" for plugin in found]
-    return "\n".join(["| name | method |", "| --- | --- |", *rows, ""])
 
 
 def _index(page: Path) -> str:
@@ -396,8 +441,8 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "server-costs": _server_costs,
     "published": _published,
     "recorded": _recorded,
+    "results": _results,
     "overview": _overview,
-    "titles": _titles,
     "index": _index,
     "private-methods": _private,
     "secure-methods": _secure,
@@ -419,7 +464,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (DataError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
-    for path in stray_figures():
+    for path in strays():
         path.unlink()
         print(f"removed {path.relative_to(ROOT)}")
     for page, text in pages.items():

@@ -42,7 +42,7 @@ def test_tables_and_indexes_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(generate, "compare", lambda claim, build: ours[id(claim)])
     pages = sorted(str(page.relative_to(ROOT)) for page in generate.outdated())
     assert not pages, f"{', '.join(pages)}: not up to date. Run `make docs`."
-    assert not generate.stray_figures(), "figures of no recorded table"
+    assert not generate.strays(), "figures and pages of no recorded table"
 
 
 def test_some_parts_are_written_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,12 @@ def test_a_figure_is_drawn_from_records_and_again_when_one_changes(
     """Of FFA-LoRA against epsilon, with records by hand; only once all its cells are there."""
     monkeypatch.setattr(generate, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(generate, "FIGURES", tmp_path / "figures")
+    monkeypatch.setattr(generate, "TABLE_PAGES", tmp_path / "results")
     monkeypatch.setattr(generate, "_generated", lambda page, text, parts: text)
+
+    def drawn() -> dict[Path, str]:
+        return {path: text for path, text in generate.outdated().items() if path.suffix == ".svg"}
+
     table, columns = "ffa-lora/privacy-english", ("no-privacy", "epsilon-8", "epsilon-2")
     cells = [
         CellRecord(
@@ -88,25 +93,25 @@ def test_a_figure_is_drawn_from_records_and_again_when_one_changes(
     ]
     for cell in cells[2:]:
         cell.write(generate.RECORDS)
-    assert generate.outdated() == {}, "a cell has no record yet"
+    assert drawn() == {}, "a cell has no record yet"
     cells[0].write(generate.RECORDS)
-    ((path, text),) = generate.outdated().items()
+    ((path, text),) = drawn().items()
     assert path == tmp_path / "figures" / "ffa-lora-privacy-english.svg"
     assert "fedit: 0.500 at none, 0.550 ± 0.635 at 8, 0.550 ± 0.635 at 2." in text
     path.parent.mkdir()
     path.write_text(text)
-    assert generate.outdated() == {}
+    assert drawn() == {}
     cells[0].model_copy(update={"scores": {"mean": 0.9}}).write(generate.RECORDS)
-    assert list(generate.outdated()) == [path]
-    assert "fedit: 0.900 at none" in generate.outdated()[path]
-    assert generate.stray_figures() == []
+    assert list(drawn()) == [path]
+    assert "fedit: 0.900 at none" in drawn()[path]
+    assert generate.strays() == []
     other = path.with_name("gone.svg")
     other.write_text("")
-    assert generate.stray_figures() == [other]
+    assert generate.strays() == [other]
     remark = generate.RECORDS / table / generate.REMARK
     remark.write_text("What it means.\n")
-    page = generate._recorded(Path("results.md"))
-    assert "](figures/ffa-lora-privacy-english.svg)" in page
+    page = generate.table_pages()[generate.TABLE_PAGES / "ffa-lora-privacy-english.md"]
+    assert "](../figures/ffa-lora-privacy-english.svg)" in page
     assert page.rstrip().endswith("\n\nWhat it means.")
 
 
@@ -201,12 +206,13 @@ def test_no_figure_in_an_overview_is_typed_by_hand() -> None:
 
 
 def test_every_remark_is_on_its_pages_with_its_figures() -> None:
-    results = (generate.METHOD_PAGES / "results.md").read_text("utf-8")
     for shipped in tables():
         remark = generate._remark(shipped.name)
         assert bool(remark) == (generate.RECORDS / shipped.name / generate.REMARK).is_file()
         method = (generate.METHOD_PAGES / f"{shipped.name.partition('/')[0]}.md").read_text("utf-8")
-        assert f"\n{remark}\n" in results
+        if remark:
+            page = (generate.TABLE_PAGES / generate._page_name(shipped.name)).read_text("utf-8")
+            assert f"\n{remark}\n".replace("](", "](../") in page.replace("](../#", "](#")
         assert f"\n{remark}\n" in method
         assert "{{" not in remark
 
@@ -231,12 +237,13 @@ def test_a_remark_is_rendered_from_the_records(
     remark = tmp_path / "ffa-lora" / "privacy-english" / generate.REMARK
     remark.write_text("It scores\n{{ score('ffa-lora', 'epsilon-8') }}.\n\nA second question.\n")
     rendered = "\n\nIt scores 0.600.\n\nA second question.\n"
-    assert generate._recorded(Path("results.md")).endswith(rendered)
+    (page,) = generate.table_pages().values()
+    assert page.endswith(rendered)
     assert f"{rendered}\n<details" in generate._recorded(Path("ffa-lora.md"))
     remark.write_text("{{ score('ffa-lora', 'epsilon-2') }}")
     unknown = "The remark of ffa-lora/privacy-english: row 'ffa-lora' has no records in epsilon-2."
     with pytest.raises(DataError, match=re.escape(unknown)) as caught:
-        generate._recorded(Path("results.md"))
+        generate.table_pages()
 
     def outdated(parts: list[str]) -> None:
         raise caught.value
@@ -707,7 +714,7 @@ def test_a_cell_is_recorded_once_and_again_when_its_settings_change(
     other = load_config("flame/tiny-tasks", ["name=flame", "federation.rounds=9"]).fingerprint()
     assert not recording.Planned("flame/table-2-tiny", "dirichlet-5", (), other, cell).is_recorded()
     shutil.rmtree(tmp_path / "run")
-    page = generate._recorded(Path("results.md"))
+    (page,) = generate.table_pages().values()
     compare = "`fedguild compare flame/table-2-tiny evaluation.every=4 --seeds 0`"
     assert f"`make tables TABLE=flame/table-2-tiny`, or {compare}" in page
     assert "| flame |" in page
@@ -757,7 +764,7 @@ def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_plan
     assert str(tmp_path) not in recorded
     assert "$DATA/train.json" in recorded
     sentence = "`training.learning_rate` was chosen for each row before, among 1e-3, 4e-3, by the mean score"
-    assert sentence in generate._recorded(Path("results.md"))
+    assert sentence in generate.table_pages()[generate.TABLE_PAGES / "flame-table-2-tiny.md"]
     assert plan.is_chosen("flame")
     changed = {**settings, "choose": {**choose, "values": ["1e-3"]}}
     assert recording.Plan("flame/table-2-tiny", changed, None).choice("flame") is None, "it was chosen among others"

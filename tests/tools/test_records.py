@@ -139,7 +139,7 @@ def test_the_page_by_hand() -> None:
     page = table_page("one/two", "Two methods.", TABLE, records())
     lines = page.splitlines()
     compare = "`fedguild compare one/two evaluation.every=4 --seeds 0,1,2`"
-    assert lines[:3] == ["### Two methods.", "", f"`make tables TABLE=one/two`, or {compare}"]
+    assert lines[:3] == ["# Two methods", "", f"`make tables TABLE=one/two`, or {compare}"]
     ours = next(line for line in lines if line.startswith("| ours |"))
     assert cells_of(ours) == [
         "ours",

@@ -15,6 +15,7 @@ from tools.records.cells import CellRecord, nats_per_token
 from tools.records.summary import by_row, cost_ratios
 
 Word = Literal["holds", "does not hold", "undecided at this scale", "not recorded", "no verdict"]
+VERDICTS: tuple[Word, ...] = get_args(Word)
 Values = Callable[[CellRecord], Mapping[str, float]]
 """What is compared: score -> its value, the score itself or another figure of the same model and examples."""
 PERPLEXITY_SAYS: Mapping[Word, str] = {
@@ -36,9 +37,45 @@ def folded_claims(table: Table, records: Sequence[CellRecord], unjudged: Collect
     if not table.claims:
         return ""
     claims = claims_markdown(table, records, unjudged)
-    counts = {word: claims.count(f"| **{word}**") for word in get_args(Word)}
+    counts = count_verdicts(table, records, unjudged)
     told = ", ".join(f"{word} {count}" for word, count in counts.items() if count)
     return f'<details markdown="1">\n<summary>Claims by column: {told}</summary>\n\n{claims}\n</details>\n'
+
+
+def count_verdicts(table: Table, records: Sequence[CellRecord], unjudged: Collection[str] = ()) -> dict[Word, int]:
+    """Returns verdict -> how many claims have it, each column counted."""
+    words = [word for claim in table.claims for word in _by_column(table, claim, records, unjudged).values()]
+    return {word: words.count(word) for word in VERDICTS}
+
+
+def claims_in_short(
+    table: Table, records: Sequence[CellRecord], unjudged: Collection[str] = ()
+) -> list[tuple[str, str]]:
+    """Returns each claim with its verdicts, and the columns where they differ."""
+    found = []
+    for claim in table.claims:
+        by_word: dict[str, list[str]] = {}
+        for column, word in _by_column(table, claim, records, unjudged).items():
+            by_word.setdefault(word, []).append(column)
+        told = [word if len(by_word) == 1 else f"{word} ({', '.join(columns)})" for word, columns in by_word.items()]
+        found.append((claim.says, "; ".join(told)))
+    return found
+
+
+def _by_column(table: Table, claim: Claim, records: Sequence[CellRecord], unjudged: Collection[str]) -> dict[str, Word]:
+    """Returns column -> the verdict on a claim."""
+    words: dict[str, Word] = {}
+    score, judged = claim.score or table.score, _judged(claim, unjudged)
+    for column in claim.columns or table.columns:
+        cells = by_row(table, [record for record in records if record.column == column])
+        gaps = [difference(cells, claim.higher, row, score, claim.over) for row in judged]
+        words[column] = verdict(gaps) if judged else "no verdict"
+    return words
+
+
+def _judged(claim: Claim, unjudged: Collection[str]) -> list[str]:
+    """Returns the rows that a verdict rests on; none where the claim is about a row without a verdict."""
+    return [] if claim.higher in unjudged else [row for row in claim.lower if row not in unjudged]
 
 
 def claims_markdown(table: Table, records: Sequence[CellRecord], unjudged: Collection[str] = ()) -> str:
@@ -65,7 +102,7 @@ def claims_markdown(table: Table, records: Sequence[CellRecord], unjudged: Colle
                 for row, gap in found.items()
             )
             where = "" if column == ONLY_COLUMN else column
-            judged = [] if claim.higher in unjudged else [row for row in claim.lower if row not in unjudged]
+            judged = _judged(claim, unjudged)
             gaps = [found[row] for row in judged]
             word = f"**{verdict(gaps)}**{_reservation(gaps)}" if judged else "**no verdict**"
             seeds, least = _seeds(found.values()), _could_show(gaps)

@@ -58,14 +58,14 @@ def table_page(
         figures: Path of a figure from the page -> what it draws.
         remark: What it means, in paragraphs of Markdown; may be empty.
     """
-    parts = [f"### {description}\n", f"{_commands(name, records)}\n"]
+    parts = [f"# {description.rstrip('.')}\n", f"{_commands(name, records)}\n"]
     parts.append(f"{_chosen(choices) if choices else NOT_CHOSEN}\n")
     parts += [f"{sentence}\n" for sentence in _duration(records)]
     for column in table.columns:
         cells = by_row(table, [record for record in records if record.column == column])
         if not cells:
             continue
-        parts += [f"#### {column}\n"] if column != ONLY_COLUMN else []
+        parts += [f"## {column}\n"] if column != ONLY_COLUMN else []
         grids = [make(cells, table) for make in (score_grid, perplexity_grid, difference_grid, nats_grid)]
         parts += [grid.to_markdown() for grid in grids if grid is not None]
         parts.append(f"{_resolution(cells, table)}\n")
