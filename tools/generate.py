@@ -213,7 +213,7 @@ def _results(page: Path) -> str:
     return f"{_as_markdown(main)}\n{counted}"
 
 
-def _near_chance(table: str) -> set[str]:
+def _near_chance(table: str) -> Collection[str]:
     """Returns a table's rows whose setting was chosen near chance: they carry no verdict."""
     return chosen_near_chance(read_choices(RECORDS, table))
 
