@@ -40,7 +40,7 @@ def config_of(rank: int, rounds: int, clients: int, codec: str) -> Config:
             f"method.rank={rank}",
             f"federation.rounds={rounds}",
             f"federation.clients={clients}",
-            f"federation.codec={codec}",
+            f"federation.wire_dtype={codec}",
             "federation.cohort_size=1",
             "federation.quorum=1",
             "federation.budgets=[{name: all, rank: 8}]",

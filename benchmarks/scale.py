@@ -76,11 +76,11 @@ def federation(
     method = build_method(method_name, METHODS[method_name])
     budget = Budget("all", 8, 4)
     infos = [ClientInfo(index, budget, EXAMPLES) for index in range(clients)]
-    settings = TrainingSettings(optimizer="adamw", batch_size=4, steps=2, clip_norm=None)
+    settings = TrainingSettings(optimizer="adamw", batch_size=4, steps=2, max_grad_norm=None)
     memory = ClientMemory(folder / "clients")
     remember_everybody(memory, infos)
     engine = LocalEngine(backbone, MadeWhenNeeded(clients), settings, memory, cohort_size=ASKED, seed=0)
-    rules = FederationSettings(participation=ASKED / clients)
+    rules = FederationSettings(client_fraction=ASKED / clients)
     state = method.start(backbone.info, [budget], torch_rng(0, "start"))
     log, seconds, outside, writing = RunLog(folder), 0.0, 0.0, 0.0
     for number in range(1, rounds + 2):

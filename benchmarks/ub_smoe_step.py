@@ -81,7 +81,9 @@ def local_update(
 ) -> Callable[[], float]:
     """Returns a method's local update in its second round, of `STEPS` steps, which returns their seconds."""
     method = build_method(name, {"rank": RANK, "targets": TARGETS})
-    settings = TrainingSettings(optimizer="adamw", learning_rate=2e-4, batch_size=batch, steps=STEPS, clip_norm=None)
+    settings = TrainingSettings(
+        optimizer="adamw", learning_rate=2e-4, batch_size=batch, steps=STEPS, max_grad_norm=None
+    )
     clients = [ClientInfo(i, Budget(f"k{k}", k, RANK), batch * STEPS) for i, k in enumerate(active)]
     examples = [rows(size, batch * STEPS, seed=client.index, tokens=tokens) for client in clients]
     state = method.start(backbone.info, [client.budget for client in clients], torch.Generator().manual_seed(0))

@@ -100,7 +100,7 @@ SHORT: Mapping[str, Any] = {
         "options": {"train_examples": 120, "test_examples": 16, "families": ["sum", "reverse", "topic"]},
         "partition": {"minimum": 6},
     },
-    "federation": {"clients": 5, "rounds": 2, "cohort_size": 3, "keep_checkpoints": 9},
+    "federation": {"clients": 5, "rounds": 2, "cohort_size": 3, "save_total_limit": 9},
     "training": {"steps": 2, "batch_size": 2},
     "evaluation": {
         "every": 2,
@@ -114,12 +114,12 @@ SHORT: Mapping[str, Any] = {
 }
 """Five clients, cohorts of three and two."""
 RANDOM_MODEL: Mapping[str, Any] = {
-    "data": {"corpus": "tasks", "partition": {"scheme": "dirichlet", "alpha": 0.5}},
+    "data": {"dataset": "tasks", "partition": {"scheme": "dirichlet", "alpha": 0.5}},
     "federation": {"rounds": 3},
     "training": {"optimizer": "adam", "learning_rate": 0.02},
 }
 """The settings that the embedded model's presets bring along."""
-HALF = {"federation": {"clients": 6, "rounds": 4, "participation": 0.5}}
+HALF = {"federation": {"clients": 6, "rounds": 4, "client_fraction": 0.5}}
 ALONE = {"federation": {"cohort_size": 1}}
 
 _MOLE = {"rank": 2, "experts": 6, "active_experts": 2, "experts_per_client": 4, "embedding_share": 0.3}
@@ -285,10 +285,10 @@ CASES: dict[str, Case] = {
     "pfl-moe, alone": Case("llama", {"rank": 2, "targets": ["q_proj"]}, ALONE),
     "ub-smoe, alone": Case("olmoe", {"rank": 2}, ALONE),
     # Other settings of the run
-    "fedit, bf16": Case(settings={"federation": {"codec": "bf16"}}),
-    "flame, int8": Case(settings={"federation": {"codec": "int8"}}),
-    "ub-smoe, int8": Case(settings={"federation": {"codec": "int8"}}),
-    "florist, bf16": Case(settings={"federation": {"codec": "bf16"}}),
+    "fedit, bf16": Case(settings={"federation": {"wire_dtype": "bf16"}}),
+    "flame, int8": Case(settings={"federation": {"wire_dtype": "int8"}}),
+    "ub-smoe, int8": Case(settings={"federation": {"wire_dtype": "int8"}}),
+    "florist, bf16": Case(settings={"federation": {"wire_dtype": "bf16"}}),
     "fedit, epochs": Case(
         "olmoe",
         {"rank": 2},
@@ -297,14 +297,14 @@ CASES: dict[str, Case] = {
                 "optimizer": "adamw",
                 "steps": None,
                 "epochs": 0.6,
-                "accumulation": 2,
+                "gradient_accumulation_steps": 2,
                 "betas": [0.8, 0.95],
                 "eps": 1e-5,
                 "weight_decay": 0.1,
-                "schedule": "cosine",
+                "lr_scheduler": "cosine",
                 "warmup": 0.3,
                 "round_decay": 0.5,
-                "clip_norm": 0.1,
+                "max_grad_norm": 0.1,
             },
             "data": {"partition": {"scheme": "power_law", "alpha": 1.0}, "split": {"test_source": "corpus"}},
         },
@@ -314,9 +314,13 @@ CASES: dict[str, Case] = {
         {"rank": 2},
         {
             "federation": {"clients": 3},
-            "training": {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.01, "schedule": "linear"},
-            "data": {"partition": {"scheme": "label"}, "split": {"caps": {"train": 9, "test": 4}}, "max_tokens": 24},
-            "evaluation": {"active_experts": "method", "by": "generation", "split": "validation"},
+            "training": {"optimizer": "sgd", "momentum": 0.9, "weight_decay": 0.01, "lr_scheduler": "linear"},
+            "data": {
+                "partition": {"scheme": "label"},
+                "split": {"max_train_samples": 9, "max_test_samples": 4},
+                "max_length": 24,
+            },
+            "evaluation": {"active_experts": "method", "answer_mode": "generation", "split": "validation"},
         },
     ),
     "fedit, rejected": Case(
@@ -324,13 +328,13 @@ CASES: dict[str, Case] = {
         {"rank": 3, "rank_by_budget": True},
         {
             "federation": {
-                "norm_limit": 7.0,
-                "participation": 0.8,
+                "max_update_norm": 7.0,
+                "client_fraction": 0.8,
                 "quorum": 0.01,
                 "over_selection": 0.3,
                 "retries": 1,
             },
-            "evaluation": {"normalise": "sum"},
+            "evaluation": {"length_normalization": "sum"},
             "seed": 3,
         },
     ),
@@ -512,6 +516,7 @@ def digest(content: bytes) -> str:
 def defaults() -> Facts:
     """Returns the default of every option of every method, and of every other setting."""
     from fedguild.config import load_config
+    from fedguild.config.renamed import with_old_names
     from fedguild.methods import build_method
 
     facts: Facts = {}
@@ -520,16 +525,19 @@ def defaults() -> Facts:
     with tempfile.TemporaryDirectory() as root:
         path = Path(root) / "defaults.yaml"
         path.write_text("method: fedit")
-        return facts | value_facts("0/config/all", load_config(str(path)).model_dump(mode="json"))
+        return facts | value_facts("0/config/all", with_old_names(load_config(str(path)).model_dump(mode="json")))
 
 
 def presets() -> Facts:
     """Returns what every preset of 0.3 resolves to."""
     from fedguild.config import load_config
+    from fedguild.config.renamed import with_old_names
 
     facts: Facts = {}
     for name in json.loads((Path(__file__).parent / "config" / "presets_of_0.3.json").read_text("utf-8"))["presets"]:
-        facts |= value_facts(f"0/preset/{name.replace('/', ':')}", load_config(name).model_dump(mode="json"))
+        facts |= value_facts(
+            f"0/preset/{name.replace('/', ':')}", with_old_names(load_config(name).model_dump(mode="json"))
+        )
     return facts
 
 

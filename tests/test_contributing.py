@@ -23,10 +23,10 @@ TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text("utf-8")
 SMALL = [
     "federation.rounds=2",
     "federation.clients=2",
-    "federation.keep_checkpoints=3",
+    "federation.save_total_limit=3",
     "training.steps=2",
     "evaluation.every=2",
-    "evaluation.initial=false",
+    "evaluation.eval_on_start=false",
     "evaluation.max_examples=1",
     "data.options={train_examples: 120, test_examples: 8}",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 from fedguild.callbacks import Callback, Delivery, check_scores, listed, make_callback
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merge_ledger import MergeLedger
-from fedguild.config import Config, load_config
+from fedguild.config import Config, load_saved
 from fedguild.data.batches import count_cut_prompts
 from fedguild.environment import describe_environment
 from fedguild.errors import CheckpointError, ConfigError, DivergedError, FedGuildError
@@ -263,7 +263,7 @@ def _begin(experiment: Experiment) -> Payload:
     )
     state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
     _write_facts(experiment)
-    if config.evaluation.initial:
+    if config.evaluation.eval_on_start:
         RunLog(experiment.folder).append(*evaluate_state(experiment, state, 0))
     else:
         require_scorable(experiment)
@@ -325,7 +325,7 @@ class _Rounds:
             config.seed,
             protection_of(experiment),
             _again(privacy, self.bytes_left),
-            config.evaluation.diagnosis,
+            config.evaluation.diagnostics,
             self.note,
         )
 
@@ -380,14 +380,14 @@ class _Rounds:
             ConfigError: not even the first round is within the limit.
         """
         setup, rules = self.setup, self.setup.rules
-        asked = sample(number, clients, rules.participation, setup.seed, over_selection=rules.over_selection)
-        bytes_left.plan(setup.method, without_momentum(self.state), setup.model, asked, rules.codec)
+        asked = sample(number, clients, rules.client_fraction, setup.seed, over_selection=rules.over_selection)
+        bytes_left.plan(setup.method, without_momentum(self.state), setup.model, asked, rules.wire_dtype)
         refusal = bytes_left.refusal(number)
         if refusal and number == 1:
             raise ConfigError(
                 f"The run cannot begin: {refusal}.",
-                "Raise federation.byte_limit, lower method.rank or federation.participation, or set "
-                "federation.codec=bf16.",
+                "Raise federation.byte_limit, lower method.rank or federation.client_fraction, or set "
+                "federation.wire_dtype=bf16.",
             )
         return refusal
 
@@ -451,7 +451,7 @@ class _Rounds:
             if number % config.evaluation.every and number < config.federation.rounds:
                 return []
             self.note("phase", phase="evaluate")
-            seen = diagnosed(self.experiment, self.state, number) if config.evaluation.diagnosis else []
+            seen = diagnosed(self.experiment, self.state, number) if config.evaluation.diagnostics else []
             return [*evaluate_state(self.experiment, self.state, number), *seen]
 
     def _record(self, outcome: Outcome, records: list[Record], started: float) -> None:
@@ -505,7 +505,7 @@ def _charged(experiment: Experiment, number: int) -> list[ClientInfo]:
     clients = [client for client in experiment.clients if privacy.accounts.affords(client, number)]
     if clients:
         seed = experiment.config.seed
-        asked = sample(number, clients, rules.participation, seed, over_selection=rules.over_selection)
+        asked = sample(number, clients, rules.client_fraction, seed, over_selection=rules.over_selection)
         privacy.accounts.charge(number, asked, clients)
     return clients
 
@@ -587,7 +587,7 @@ def _save(experiment: Experiment, number: int, state: Payload, accepted: Collect
         state,
         fingerprint=experiment.config.fingerprint(),
         extra={ACCEPTED: list(accepted), LOG_SEAL: RunLog(experiment.folder).seal},
-        keep=experiment.config.federation.keep_checkpoints,
+        keep=experiment.config.federation.save_total_limit,
     )
     experiment.memory.forget(checkpoint.rounds(folder)[0])
     return saved
@@ -618,17 +618,17 @@ def _told_cut(experiment: Experiment) -> dict[str, int]:
     """Returns how many training texts are cut, after saying so; nothing where the texts are on other machines."""
     if experiment.remote is not None:
         return {}
-    tokenizer, longest = experiment.backbone.tokenizer, experiment.config.data.max_tokens
+    tokenizer, longest = experiment.backbone.tokenizer, experiment.config.data.max_length
     cut = cut_of(experiment.data, experiment.encoded, tokenizer, longest)
     for sentence in cut.sentences():
         experiment.progress.message(sentence)
     scored = experiment.config.evaluation
     asked = experiment.data.pooled(scored.split, scored.max_examples, experiment.config.seed)
-    generated = [one for one in asked if scored.by == "generation" or not one.choices]
+    generated = [one for one in asked if scored.answer_mode == "generation" or not one.choices]
     lost = count_cut_prompts(generated, tokenizer, longest - scored.max_new_tokens)
     if lost:
         experiment.progress.message(
-            f"{lost} of {len(generated)} scored prompts lose their beginning (data.max_tokens is {longest}, of which "
+            f"{lost} of {len(generated)} scored prompts lose their beginning (data.max_length is {longest}, of which "
             f"evaluation.max_new_tokens leaves {longest - scored.max_new_tokens})."
         )
     return {"texts": cut.texts, "prompts": cut.prompts, "responses": cut.responses, "scored_prompts": lost}
@@ -641,4 +641,4 @@ def _written_config(folder: Path) -> Config:
             f"{folder} is not the folder of a run: it has no config.yaml.",
             "Give the folder that `fedguild run` wrote, for example runs/flame-tiny-tasks.",
         )
-    return load_config(str(path))
+    return load_saved(path)

@@ -61,8 +61,8 @@ def check_privacy(method: Method, config: Config, *, equal_shapes: bool) -> None
         require_public_scores(config)
     if privacy.is_central and federation.secure:
         raise ConfigError(
-            "privacy.noise is central, but with federation.secure the server has no single upload to clip.",
-            "Set privacy.noise=local: each client adds its noise before its upload is masked.",
+            "privacy.trust_model is central, but with federation.secure the server has no single upload to clip.",
+            "Set privacy.trust_model=local: each client adds its noise before its upload is masked.",
         )
     if privacy.is_central:
         _check_central(method, config, equal_shapes=equal_shapes)
@@ -80,7 +80,7 @@ def require_public_scores(config: Config) -> None:
     if config.privacy.unit != "none" and "scores" not in config.privacy.public:
         raise ConfigError(
             "There is no global model to score here, and scores of the clients' own models are not public.",
-            "Declare them, privacy.public=[scores], or let a server with examples of its own score (reads_data).",
+            "Declare them, privacy.public=[scores], or let a server with its own examples score (server_evaluation).",
         )
 
 
@@ -90,14 +90,14 @@ def _check_central(method: Method, config: Config, *, equal_shapes: bool) -> Non
     if not method.is_mean or not equal_shapes:
         reason = "is no mean" if not method.is_mean else "is over adapters of unequal shapes"
         raise ConfigError(
-            f"privacy.noise is central, but the aggregate of {method.name} {reason}.",
-            "Set privacy.noise=local, or give all budgets the same adapter.",
+            f"privacy.trust_model is central, but the aggregate of {method.name} {reason}.",
+            "Set privacy.trust_model=local, or give all budgets the same adapter.",
         )
-    compared = [name for name in ("norm_limit", "robust") if getattr(federation, name) not in (None, "none")]
+    compared = [name for name in ("max_update_norm", "aggregator") if getattr(federation, name) not in (None, "none")]
     compared += ["norm_factor"] if federation.norm_factor not in (None, "auto") else []
     if compared:
         raise ConfigError(
-            f"privacy.noise is central, but federation.{compared[0]} looks at uploads before there is noise on them.",
+            f"privacy.trust_model is central, but federation.{compared[0]} looks at uploads before they have noise.",
             f"Leave federation.{compared[0]} at its default: clipping bounds every upload.",
         )
 

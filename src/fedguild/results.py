@@ -345,7 +345,7 @@ class Partition:
         data: The corpus, and each client's training, validation and test examples.
         budgets: Each client's budget.
         dropped: Why examples of the source were left out -> how many.
-        cut: How many training texts are longer than `data.max_tokens`; None if the tokenizer is not on this machine.
+        cut: How many training texts are longer than `data.max_length`; None if the tokenizer is not on this machine.
     """
 
     data: PreparedData = field(repr=False)

@@ -100,7 +100,7 @@ def diagnosed(experiment: Experiment, state: Payload, number: int) -> list[Recor
     if not deployed or any(_identity(one.merged) != _identity(deployed[0][1].merged) for _, one in deployed):
         return []
     plans = [evaluated_plan(experiment, budget, deployment) for budget, deployment in deployed]
-    tokenizer, max_tokens = experiment.backbone.tokenizer, experiment.config.data.max_tokens
+    tokenizer, max_tokens = experiment.backbone.tokenizer, experiment.config.data.max_length
     rows = [encode_candidates(example, tokenizer, max_tokens) for example in texts]
     mismatch = Mismatch(experiment.backbone.moe, len(plans))
     with (
@@ -139,7 +139,7 @@ def recorded_scores(config: Config, method: Method) -> dict[str, set[str]]:
     a global model, and then has the clients' mean.
     """
     settings, real = config.evaluation, config.federation.engine.name == "flower"
-    measures = {"accuracy", corpus_spec(config.data.corpus).metric, *settings.metrics}
+    measures = {"accuracy", corpus_spec(config.data.dataset).metric, *settings.metrics}
     measures |= {"perplexity"} if settings.perplexity else set()
     scores: dict[str, set[str]] = {}
     if method.has_global_model:
@@ -231,7 +231,7 @@ def _scored_at_once(
             model,
             [examples for _, examples in members],
             backbone.tokenizer,
-            max_tokens=config.data.max_tokens,
+            max_tokens=config.data.max_length,
             max_new_tokens=settings.max_new_tokens,
             batch_tokens=batch_tokens,
             scoring=_scoring(experiment),
@@ -293,7 +293,7 @@ def _batch_tokens(
     dtype, model = backbone.dtype, backbone.info
     casts = dtype.itemsize * sum(math.prod(shape) for plan in plans for shape in adapter_shapes(model, plan).values())
     room = int(MEMORY_SHARE * max(0, free() - casts))
-    row = experiment.config.data.max_tokens
+    row = experiment.config.data.max_length
     largest = max(plans, key=lambda plan: plan.active_experts or model.top_k)
     return max(LEAST_BATCH_TOKENS, evaluation_batch_tokens(model, largest, dtype=dtype, free=room, row_tokens=row))
 
@@ -314,11 +314,11 @@ def evaluated_plan(experiment: Experiment, budget: Budget, deployment: Deploymen
 
 def _scoring(experiment: Experiment) -> Scoring:
     config, given = experiment.config, experiment.metrics
-    settings, primary = config.evaluation, corpus_spec(config.data.corpus).metric
+    settings, primary = config.evaluation, corpus_spec(config.data.dataset).metric
     found = load_metrics(name for name in settings.metrics if name not in given)
     return Scoring(
-        choices="generation" if settings.by == "generation" else "likelihood",
-        normalise=settings.normalise,
+        choices="generation" if settings.answer_mode == "generation" else "likelihood",
+        length_normalization=settings.length_normalization,
         metrics={
             **{name: given[name] if name in given else found[name] for name in settings.metrics},
             primary: METRICS.load(primary),

@@ -257,7 +257,7 @@ def _received(answer: Message | bytes, limit_bytes: int | None) -> Message | NoR
 def _site(config: Config, client: int) -> SiteSettings:
     """Returns the settings of a client's site, which has its share of the run's data."""
     data: Mapping[str, Any] = {
-        **config.data.model_dump(exclude={"max_tokens"}),
+        **config.data.model_dump(exclude={"max_length"}),
         "seed": config.seed,
         "shares": config.federation.clients,
         "share": client,

@@ -104,7 +104,7 @@ def test_what_cannot_be_compared(tmp_path: Path, rows_only: list[str]) -> None:
     with pytest.raises(ConfigError, match="cannot be used with more than one job"):
         compare(CONFIGS, jobs=2, callbacks=[print])
     with pytest.raises(ConfigError, match="cannot be used on Ray"):
-        compare(CONFIGS, engine="ray", metrics={"length": lambda said, wanted: 1.0})
+        compare(CONFIGS, launcher="ray", metrics={"length": lambda said, wanted: 1.0})
     with pytest.raises(ConfigError, match="There is no table 'flame/tiny-tasks'"):
         compare("flame/tiny-tasks")
     with pytest.raises(ConfigError, match="Rows and columns choose from a table"):
@@ -116,10 +116,10 @@ def test_what_cannot_be_compared(tmp_path: Path, rows_only: list[str]) -> None:
             compare(CONFIGS, seeds=seeds)
         with pytest.raises(ConfigError, match="seeds takes a sequence of whole numbers, got"):
             fedguild.sweep(BASE, "method.rank=2,3", seeds=seeds)  # type: ignore[arg-type]
-    for wrong in ({"engine": "slurm"}, {"jobs": 0}):
-        with pytest.raises(ConfigError, match=r"There is no engine 'slurm'|jobs is 0"):
+    for wrong in ({"launcher": "slurm"}, {"jobs": 0}):
+        with pytest.raises(ConfigError, match=r"There is no launcher 'slurm'|jobs is 0"):
             compare(CONFIGS, **wrong)
-        with pytest.raises(ConfigError, match=r"There is no engine 'slurm'|jobs is 0"):
+        with pytest.raises(ConfigError, match=r"There is no launcher 'slurm'|jobs is 0"):
             fedguild.sweep(BASE, "method.rank=2,3", **wrong)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"\['seed=1'\] is not an override"):
         compare(CONFIGS, ["seed=1"])

@@ -20,7 +20,7 @@ def test_a_profile_has_a_row_for_each_tier() -> None:
     assert (frame.flops_round.diff().dropna() < 0).all()
     assert "b4" in costs._repr_html_()
     assert not costs.assumed_examples  # the data is generated, so that its shares are known
-    on_the_hub = ("training.steps=null", "data.corpus=dolly", "data.options={}")
+    on_the_hub = ("training.steps=null", "data.dataset=dolly", "data.options={}")
     assert fedguild.profile(BASE, *on_the_hub).assumed_examples
     assert not fedguild.profile(BASE, *on_the_hub, examples=5).assumed_examples
     with pytest.raises(ConfigError, match="dtype on the wire is 'fp8'"):

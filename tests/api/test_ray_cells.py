@@ -39,13 +39,13 @@ def cell(model: Path, folder: Path, *settings: str) -> Cell:
 @pytest.mark.usefixtures("cluster")
 def test_cells_end_as_they_do_here(model: Path, tmp_path: Path) -> None:
     cells = [cell(model, tmp_path / f"there/seed-{seed}", f"seed={seed}") for seed in (0, 1)]
-    Launch(engine="ray").complete_cells(cells)
+    Launch(launcher="ray").complete_cells(cells)
     assert [each.state() for each in cells] == ["finished", "finished"]
     experiment.run(cells[1].config, tmp_path / "here")
     assert_same(ended(tmp_path / "there/seed-1"), ended(tmp_path / "here"))
     told: list[str] = []
     before = [(each.folder / "metrics.jsonl").stat().st_mtime_ns for each in cells]
-    Launch(engine="ray", tell=told.append).complete_cells(cells)
+    Launch(launcher="ray", tell=told.append).complete_cells(cells)
     assert [(each.folder / "metrics.jsonl").stat().st_mtime_ns for each in cells] == before
     assert sum("already finished" in line for line in told) == 2
 
@@ -54,7 +54,7 @@ def test_cells_end_as_they_do_here(model: Path, tmp_path: Path) -> None:
 @pytest.mark.usefixtures("cluster")
 def test_a_cell_that_fails_is_named(tmp_path: Path) -> None:
     with pytest.raises(FedGuildError, match=r"seed 0 failed: .*nowhere"):
-        Launch(engine="ray").complete_cells([cell(tmp_path / "nowhere", tmp_path / "run", "seed=0")])
+        Launch(launcher="ray").complete_cells([cell(tmp_path / "nowhere", tmp_path / "run", "seed=0")])
 
 
 def test_an_error_within_a_run_is_told_as_it_is(model: Path, tmp_path: Path) -> None:
@@ -76,4 +76,4 @@ def test_an_error_within_a_run_is_told_as_it_is(model: Path, tmp_path: Path) -> 
 @pytest.mark.usefixtures("cluster")
 def test_more_cores_than_there_are_is_said_at_once(model: Path, tmp_path: Path) -> None:
     with pytest.raises(FedGuildError, match=r"cores is 9, but Ray has 2 CPU"):
-        Launch(engine="ray", cores=9).complete_cells([cell(model, tmp_path / "run")])
+        Launch(launcher="ray", cores=9).complete_cells([cell(model, tmp_path / "run")])

@@ -35,7 +35,7 @@ def guild(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_init_writes_files_that_load(guild: Path) -> None:
     server, run = load_server(guild / "server"), load_config(str(guild / "server" / "run.yaml"))
-    assert (server.port, server.reads_data, server.run) == (9443, True, "run.yaml")
+    assert (server.port, server.server_evaluation, server.run) == (9443, True, "run.yaml")
     assert (server.host, server.opens, server.control_port) == ("127.0.0.1", None, 9444)
     assert (run.federation.clients, run.federation.engine.name, run.seed) == (2, "flower", 7)
     for index in range(2):
@@ -43,7 +43,7 @@ def test_init_writes_files_that_load(guild: Path) -> None:
         assert (site.client, site.data.shares, site.data.share, site.data.seed) == (index, 2, index, 7)
         assert site.accept.methods == ("flame",)
         assert site.accept.min_steps == (run.training.steps or 1)
-        assert site.accept.min_batch == run.training.batch_size * run.training.accumulation
+        assert site.accept.min_batch == run.training.batch_size * run.training.gradient_accumulation_steps
         assert site.server == "127.0.0.1:9443"
 
 
@@ -63,11 +63,11 @@ def test_init_exposes_the_fleet_path_only(guild: Path) -> None:
 
 
 def test_init_with_data_of_their_own(tmp_path: Path) -> None:
-    status, _ = call("init", str(tmp_path / "g"), "--own-data", "data.corpus=alpaca", "data.train=own.json")
+    status, _ = call("init", str(tmp_path / "g"), "--own-data", "data.dataset=alpaca", "data.train=own.json")
     assert status == 0
     site = load_site(tmp_path / "g" / "client-002")
     assert (site.data.shares, site.data.train) == (1, "own.json")
-    assert not load_server(tmp_path / "g" / "server").reads_data
+    assert not load_server(tmp_path / "g" / "server").server_evaluation
 
 
 def test_init_puts_the_servers_name_into_its_certificate(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def test_answers_as_options(invoke: Invoke) -> None:
     result = invoke("init", "mine.yaml", "--yes", *arguments)
     assert result.exit_code == 0, result.output
     config = load_config("mine.yaml")
-    assert (config.model.path, config.data.corpus, config.federation.clients) == ("llama-3.2-1b", "dolly", 6)
+    assert (config.model.path, config.data.dataset, config.federation.clients) == ("llama-3.2-1b", "dolly", 6)
     assert [(one.active_experts, one.rank) for one in config.federation.budgets] == [(0, 16), (0, 4)]
     assert (config.method.name, config.federation.engine.name, config.name) == ("flexlora", "ray", "mine")
     assert all(

@@ -67,15 +67,15 @@ def test_examples_come_from_the_data_at_hand_or_the_config_or_a_stated_default(i
         result = invoke(*epochs, *arguments, "--json")
         return json.loads(result.stdout)[0]["steps_per_round"], invoke(*epochs, *arguments).stderr
 
-    assert steps("data.split.caps.train=50") == (5, "")
-    assert steps("data.limit=160", "federation.clients=8") == (2, "")
+    assert steps("data.split.max_train_samples=50") == (5, "")
+    assert steps("data.max_samples=160", "federation.clients=8") == (2, "")
     assert steps("--examples", 70) == (7, "")
     rows = [{"instruction": f"Say {number}.", "response": "x"} for number in range(300)]
-    own = ("data.corpus=instructions", f"data.train={write_jsonl(tmp_path / 'own.jsonl', rows)}", "data.options={}")
+    own = ("data.dataset=instructions", f"data.train={write_jsonl(tmp_path / 'own.jsonl', rows)}", "data.options={}")
     assert steps(*own, "federation.clients=3", "data.partition.scheme=iid") == (8, "")  # 80 of each client's 100
-    on_the_hub = ("data.corpus=dolly", "data.options={}")
-    assert steps(*on_the_hub, "data.split.caps.train=50") == (5, "")
-    assert steps(*on_the_hub, "data.limit=160", "federation.clients=8") == (2, "")
+    on_the_hub = ("data.dataset=dolly", "data.options={}")
+    assert steps(*on_the_hub, "data.split.max_train_samples=50") == (5, "")
+    assert steps(*on_the_hub, "data.max_samples=160", "federation.clients=8") == (2, "")
     default, told = steps(*on_the_hub)
     assert default == EXAMPLES / 10
     assert "--examples" in told

@@ -40,12 +40,12 @@ SETTINGS = TrainingSettings(
     weight_decay=0.1,
     learning_rate=0.01,
     batch_size=2,
-    accumulation=2,
+    gradient_accumulation_steps=2,
     epochs=2,
-    schedule="cosine",
+    lr_scheduler="cosine",
     warmup=0.3,
     round_decay=0.9,
-    clip_norm=0.5,
+    max_grad_norm=0.5,
 )
 STEPS = (2, 4, 10, 4, 2, 8, 6, 8)
 

@@ -105,7 +105,7 @@ def test_reports_and_routing_equal_those_alone(exact, together, alone):
     ids=lambda settings: settings["optimizer"],
 )
 def test_other_optimizers_do_too(exact, optimizer):
-    settings = SETTINGS.model_copy(update={**optimizer, "epochs": None, "steps": 3, "schedule": "linear"})
+    settings = SETTINGS.model_copy(update={**optimizer, "epochs": None, "steps": 3, "lr_scheduler": "linear"})
     clients = make_clients(exact, output_scale="shared")[:4]
     for client, found in zip(clients, train(exact, clients, settings), strict=True):
         (alone,) = train(exact, [client], settings)
@@ -178,7 +178,7 @@ def test_training_equals_a_plain_loop_over_merged_weights(exact, number):
         losses = torch.cat([model.losses(row.input_ids, row.prompt_length) for row in rows])
         grads = torch.autograd.grad(losses.mean(), list(leaves.values()))
         rate = learning_rate(settings, index, len(plan), ROUND)
-        optimizer.step(dict(zip(leaves, grads, strict=True)), rate, settings.clip_norm)
+        optimizer.step(dict(zip(leaves, grads, strict=True)), rate, settings.max_grad_norm)
         loss_sum, target_count = loss_sum + losses.sum().item(), target_count + len(losses)
     assert found.report.loss == pytest.approx(loss_sum / target_count, rel=1e-6)
     for name, value in found.weights.items():
@@ -188,7 +188,9 @@ def test_training_equals_a_plain_loop_over_merged_weights(exact, number):
 def test_losses_of_accumulated_passes_add_up_to_the_mean(olmoe_backbone):
     """At rate 0 each client's parts of a step sum to the mean over all its response tokens."""
     clients = make_clients(olmoe_backbone, dropout=False)[:3]
-    settings = SETTINGS.model_copy(update={"learning_rate": 0.0, "epochs": 1, "batch_size": 2, "accumulation": 10})
+    settings = SETTINGS.model_copy(
+        update={"learning_rate": 0.0, "epochs": 1, "batch_size": 2, "gradient_accumulation_steps": 10}
+    )
     with SlotModel(olmoe_backbone, [client.plan for client in clients]) as model, torch.no_grad():
         cohort = make_cohort(model, clients, settings)
         parts = []

@@ -138,7 +138,12 @@ def work_of(index: int, examples: int) -> LocalWork:
 def gradients(backbone, members: list[int], accumulation: int) -> list[dict[str, Tensor]]:
     """Every client's gradients of the two losses alone in the first optimizer step."""
     settings = TrainingSettings(
-        optimizer="sgd", learning_rate=0.1, batch_size=2, accumulation=accumulation, steps=1, clip_norm=None
+        optimizer="sgd",
+        learning_rate=0.1,
+        batch_size=2,
+        gradient_accumulation_steps=accumulation,
+        steps=1,
+        max_grad_norm=None,
     )
     balancing = LoadBalancing(len(members))
     with SlotModel(backbone, [PLANS[index] for index in members]) as model:

@@ -26,14 +26,14 @@ def sizes(examples: int, **settings) -> list[list[int]]:
     [
         (5, {"epochs": 1, "batch_size": 2}, [[2], [2], [1]]),
         (5, {"epochs": 2, "batch_size": 2}, [[2], [2], [1]] * 2),
-        (5, {"epochs": 1, "batch_size": 2, "accumulation": 2}, [[2, 2], [1]]),
-        (7, {"epochs": 1, "batch_size": 2, "accumulation": 3}, [[2, 2, 2], [1]]),
-        (5, {"epochs": 1, "batch_size": 8, "accumulation": 4}, [[5]]),
+        (5, {"epochs": 1, "batch_size": 2, "gradient_accumulation_steps": 2}, [[2, 2], [1]]),
+        (7, {"epochs": 1, "batch_size": 2, "gradient_accumulation_steps": 3}, [[2, 2, 2], [1]]),
+        (5, {"epochs": 1, "batch_size": 8, "gradient_accumulation_steps": 4}, [[5]]),
         (8, {"epochs": 1.5, "batch_size": 2}, [[2]] * 6),
         (8, {"epochs": 0.25, "batch_size": 2}, [[2]]),
         (8, {"epochs": 0.01, "batch_size": 2}, [[2]]),
         (3, {"steps": 4, "batch_size": 2}, [[2], [1], [2], [1]]),
-        (3, {"steps": 3, "batch_size": 2, "accumulation": 2}, [[2, 1]] * 3),
+        (3, {"steps": 3, "batch_size": 2, "gradient_accumulation_steps": 2}, [[2, 1]] * 3),
         (1, {"steps": 2, "batch_size": 4}, [[1], [1]]),
     ],
 )
@@ -42,7 +42,7 @@ def test_steps_and_batches(examples, settings, expected):
 
 
 def test_every_epoch_sees_every_example_once_in_another_order():
-    plan = plan_steps(9, TrainingSettings(epochs=3, batch_size=2, accumulation=2), numpy_rng(1, "test"))
+    plan = plan_steps(9, TrainingSettings(epochs=3, batch_size=2, gradient_accumulation_steps=2), numpy_rng(1, "test"))
     order = [index for step in plan for batch in step for index in batch]
     epochs = [order[start : start + 9] for start in (0, 9, 18)]
     assert all(Counter(epoch) == Counter(range(9)) for epoch in epochs)
@@ -68,11 +68,11 @@ def test_a_client_without_examples_is_refused():
     ("settings", "expected"),
     [
         ({}, [8.0, 8.0, 8.0, 8.0]),
-        ({"schedule": "linear"}, [8.0, 6.0, 4.0, 2.0]),
-        ({"schedule": "cosine"}, [8.0, 4 + 4 * 0.5**0.5, 4.0, 4 - 4 * 0.5**0.5]),
+        ({"lr_scheduler": "linear"}, [8.0, 6.0, 4.0, 2.0]),
+        ({"lr_scheduler": "cosine"}, [8.0, 4 + 4 * 0.5**0.5, 4.0, 4 - 4 * 0.5**0.5]),
         ({"warmup": 0.5}, [4.0, 8.0, 8.0, 8.0]),
-        ({"warmup": 0.5, "schedule": "linear"}, [4.0, 8.0, 8.0, 4.0]),
-        ({"warmup": 0.3, "schedule": "cosine"}, [4.0, 8.0, 8.0, 4.0]),
+        ({"warmup": 0.5, "lr_scheduler": "linear"}, [4.0, 8.0, 8.0, 4.0]),
+        ({"warmup": 0.3, "lr_scheduler": "cosine"}, [4.0, 8.0, 8.0, 4.0]),
         ({"warmup": 0.9}, [2.0, 4.0, 6.0, 8.0]),
     ],
 )
@@ -99,7 +99,7 @@ def test_the_rate_anneals_over_rounds_as_torchs_schedulers_do(schedule, rounds, 
 
 def test_the_factors_of_the_round_and_of_the_step_multiply():
     training = TrainingSettings(
-        steps=4, learning_rate=8.0, schedule="linear", round_decay=0.5, round_schedule="linear", round_horizon=3
+        steps=4, learning_rate=8.0, lr_scheduler="linear", round_decay=0.5, round_schedule="linear", round_horizon=3
     )
     assert learning_rate(training, 1, 4, 2) == pytest.approx(8.0 * 0.5 * 0.55 * 0.75)
 

@@ -32,7 +32,7 @@ from tests.backbones import END, PAD, random_rows, tiny_model
 from tests.client.device import Device, Found
 from tests.model.kernels import let_run
 
-SETTINGS = TrainingSettings(optimizer="adamw", batch_size=2, steps=2, schedule="linear", clip_norm=1.0)
+SETTINGS = TrainingSettings(optimizer="adamw", batch_size=2, steps=2, lr_scheduler="linear", max_grad_norm=1.0)
 OURS = ("low-rank", "grouped", "cross-entropy", "dropout")
 WAYS = pytest.mark.parametrize("names", [(), OURS], ids=["torch", "kernels"])
 RANK = 40
@@ -288,7 +288,7 @@ def test_factors_are_cast_once_a_step(targets, names, monkeypatch):
     let_run(monkeypatch, names, "meta")
     casts = []
     for passes in (1, 3):
-        settings = SETTINGS.model_copy(update={"accumulation": passes, "steps": 1})
+        settings = SETTINGS.model_copy(update={"gradient_accumulation_steps": passes, "steps": 1})
         plan = AdapterPlan((Lora(RANK, 1.0, targets),))
         with SlotModel(meta_backbone(), [plan, plan]) as model, Copies() as counts:
             losses = []

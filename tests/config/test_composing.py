@@ -11,6 +11,7 @@ import pytest
 
 from fedguild.config import axes, find_preset, load_config, presets
 from fedguild.config.composing import NOT_SETTINGS, PRESETS_FOLDER
+from fedguild.config.renamed import with_old_names
 from fedguild.config.schema import Config
 from fedguild.errors import ConfigError
 from fedguild.methods import METHODS
@@ -48,7 +49,7 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def test_the_presets_of_0_3_resolve_to_what_they_did(method: str) -> None:
     for name in RECORDED["presets"]:
         if name.startswith(f"{method}/"):
-            before, now = flat(recorded(name)), flat(load_config(name).model_dump(mode="json"))
+            before, now = flat(recorded(name)), flat(with_old_names(load_config(name).model_dump(mode="json")))
             assert {key: now.get(key) for key in before.keys() | now.keys() if before.get(key) != now.get(key)} == {
                 key: before.get(key) for key in before.keys() | now.keys() if before.get(key) != now.get(key)
             }, name
@@ -149,7 +150,7 @@ def test_a_cell_with_a_file_of_its_own_has_its_settings_on_top() -> None:
     flora, fedit = load_config("flora/llama-dolly"), load_config("fedit/llama-dolly")
     assert flora.method.options == {"scale": 2, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}
     assert flora.data == fedit.data
-    assert (flora.federation.rounds, flora.training.accumulation) == (3, 16)
+    assert (flora.federation.rounds, flora.training.gradient_accumulation_steps) == (3, 16)
 
 
 def test_a_method_of_another_package_runs_on_every_model_and_data_set(

@@ -41,8 +41,8 @@ def test_presets_are_listed_with_a_description() -> None:
 def test_the_published_settings_of_flame() -> None:
     config = load_config("flame/olmoe-dolly-40")
     assert config.model.path == "allenai/OLMoE-1B-7B-0924"
-    assert (config.data.corpus, config.data.partition.alpha) == ("dolly", 0.5)
-    assert (config.federation.clients, config.federation.participation, config.federation.rounds) == (40, 0.5, 2)
+    assert (config.data.dataset, config.data.partition.alpha) == ("dolly", 0.5)
+    assert (config.federation.clients, config.federation.client_fraction, config.federation.rounds) == (40, 0.5, 2)
     assert [(tier.active_experts, tier.rank) for tier in config.federation.budgets] == [
         (8, 20),
         (4, 12),
@@ -69,7 +69,7 @@ def test_overrides_are_yaml_and_the_later_wins() -> None:
             "federation.clients=3",
             "federation.clients=5",
             "federation.budgets=[{name: only, rank: 2}]",
-            "training.clip_norm=null",
+            "training.max_grad_norm=null",
             "data.test=a=b.csv",
             "method.temperature=4",
         ],
@@ -77,7 +77,7 @@ def test_overrides_are_yaml_and_the_later_wins() -> None:
     assert config.training.learning_rate == 1e-4
     assert config.federation.clients == 5
     assert [tier.name for tier in config.federation.budgets] == ["only"]
-    assert config.training.clip_norm is None
+    assert config.training.max_grad_norm is None
     assert config.data.test == "a=b.csv"
     assert config.method.options["temperature"] == 4
 
@@ -95,11 +95,11 @@ def test_another_method_drops_the_options_of_the_first(tmp_path: Path) -> None:
 
 
 def test_another_corpus_drops_the_options_of_the_first_and_keeps_other_settings(tmp_path: Path) -> None:
-    data = "{corpus: natural_instructions, train: x, limit: 9, options: {max_tasks: 3}}"
+    data = "{dataset: natural_instructions, train: x, max_samples: 9, options: {max_tasks: 3}}"
     parent = write(tmp_path, "parent.yaml", f"{{method: flame, data: {data}}}")
-    assert load_config(parent, ["data.corpus=natural_instructions"]).data.options == {"max_tasks": 3}
-    other = load_config(parent, ["data.corpus=instructions", "data.options.instruction_column=Frage"]).data
-    assert (other.options, other.train, other.limit) == ({"instruction_column": "Frage"}, "x", 9)
+    assert load_config(parent, ["data.dataset=natural_instructions"]).data.options == {"max_tasks": 3}
+    other = load_config(parent, ["data.dataset=instructions", "data.options.instruction_column=Frage"]).data
+    assert (other.options, other.train, other.max_samples) == ({"instruction_column": "Frage"}, "x", 9)
 
 
 def test_extends_merges_sections_and_replaces_lists(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def test_the_small_tables_of_ub_smoe_train_with_the_papers_optimizer(name: str) 
             config.training.betas,
             config.training.eps,
             config.training.weight_decay,
-            config.training.clip_norm,
+            config.training.max_grad_norm,
         )
         for config in configs(name).values()
     }
@@ -43,13 +43,13 @@ def test_the_small_tables_of_ub_smoe_are_those() -> None:
 def test_fedamoles_figure_7_has_four_clients_an_expert_with_twenty_to_fifty_clients() -> None:
     """k^c of the released scripts; on SNLI and on Natural Instructions with a task for each client."""
     found = {
-        (config.data.corpus, config.federation.clients): config.method.options["clients_per_expert"]
+        (config.data.dataset, config.federation.clients): config.method.options["clients_per_expert"]
         for (row, _), config in configs("fedamole/figure-7").items()
         if row == "fedamole"
     }
     assert found == {(corpus, count): 4 for corpus in ("snli", "natural_instructions") for count in (20, 30, 40, 50)}
     for config in configs("fedamole/figure-7").values():
-        if config.data.corpus == "natural_instructions":
+        if config.data.dataset == "natural_instructions":
             assert config.data.options["max_tasks"] == config.federation.clients
 
 
@@ -90,7 +90,7 @@ def test_flames_figures_3_and_4_have_their_ten_settings_unclipped_and_with_perpl
     }
     columns = {column for _, column in cells}
     assert ten == {(column, t, by_k) for column in columns for t in (0, 1, 2, 4, 8) for by_k in (False, True)}
-    assert {config.training.clip_norm for config in cells.values()} == {None}
+    assert {config.training.max_grad_norm for config in cells.values()} == {None}
     assert all(config.evaluation.perplexity for config in cells.values())
 
 

@@ -30,7 +30,7 @@ def lines_for(*overrides: str) -> list[str]:
         ("training.learning_rate=-1", "training.learning_rate: must be greater than 0, got -1"),
         ("training.learning_rate=fast", "training.learning_rate: must be a number, got 'fast'"),
         ("data.partition.alpha=.inf", "data.partition.alpha: must be a finite number, got inf"),
-        ("federation.participation=1.5", "federation.participation: must be at most 1, got 1.5"),
+        ("federation.client_fraction=1.5", "federation.client_fraction: must be at most 1, got 1.5"),
         ("federation.clients=0.5", "federation.clients: must be a whole number, got 0.5"),
         ("federation.cohort_size=0", "federation.cohort_size: must be 'auto' or at least 1, got 0"),
         ("federation.cohort_size=many", "federation.cohort_size: must be 'auto' or a whole number, got 'many'"),
@@ -42,12 +42,12 @@ def lines_for(*overrides: str) -> list[str]:
         ("training=3", "training: must be a mapping of keys to values, got 3"),
         ("model.load_in_4bit=perhaps", "model.load_in_4bit: must be true or false, got 'perhaps'"),
         ("model.path=null", "model.path: must be text, got null"),
-        ("data.corpus=''", "data.corpus: must not be empty, got ''"),
+        ("data.dataset=''", "data.dataset: must not be empty, got ''"),
         ("training.betas=[0.9, 1]", "training: betas must be at least 0 and less than 1, got [0.9, 1.0]"),
         ("training.epochs=1", "training: set either epochs or steps, not both (null switches one off)"),
         ("data.split.validation=-0.1", "data.split.validation: must be at least 0, got -0.1"),
         ("data.split.test=1", "data.split.test: must be less than 1, got 1"),
-        ("data.split.caps.train=0", "data.split.caps.train: must be at least 1, got 0"),
+        ("data.split.max_train_samples=0", "data.split.max_train_samples: must be at least 1, got 0"),
         ("data.split.test_source=server", "data.split.test_source: must be 'client' or 'corpus', got 'server'"),
         ("data.split={validation: 0.5, test: 0.5}", "data.split: validation and test together must be below 1, got 1"),
         (
@@ -78,7 +78,9 @@ def test_a_pattern_is_explained_in_words() -> None:
 
 
 def test_all_that_is_wrong_is_told_at_once() -> None:
-    lines = lines_for("seed=-1", "evaluation.by=x", "federation.budgets=[{name: a, rnk: 3}, {name: b, rank: 0}]")
+    lines = lines_for(
+        "seed=-1", "evaluation.answer_mode=x", "federation.budgets=[{name: a, rnk: 3}, {name: b, rank: 0}]"
+    )
     assert len([line for line in lines if line.startswith("override")]) == 4
 
 
@@ -169,10 +171,10 @@ def test_trackers_are_a_list_a_name_or_the_switch_of_old_configs(
         "model.device=cpu",
         "federation.cohort_size=2",
         "federation.engine={name: ray, ray: {actors: 4}}",
-        "federation.keep_checkpoints=9",
+        "federation.save_total_limit=9",
         "evaluation.batch_tokens=512",
-        "evaluation.diagnosis=true",
-        "evaluation.initial=false",
+        "evaluation.diagnostics=true",
+        "evaluation.eval_on_start=false",
         "tracking.tensorboard=true",
         "tracking={trackers: [wandb, mlflow], project: other, tags: [a]}",
         "training.learning_rate=0.005",
@@ -190,12 +192,12 @@ def test_the_fingerprint_ignores_what_changes_no_result(override: str) -> None:
         "seed=1",
         "method.temperature=3",
         "model.dtype=float16",
-        "data.limit=5",
+        "data.max_samples=5",
         "evaluation.split=validation",
         "federation.over_selection=0.5",
         "federation.retries=1",
         "federation.deadline_seconds=60",
-        "federation.late=next_round",
+        "federation.straggler_policy=next_round",
     ],
 )
 def test_the_fingerprint_sees_what_changes_results(override: str) -> None:
@@ -226,9 +228,9 @@ def test_every_setting_has_help_and_stands_in_the_guide() -> None:
     by_key = {setting.key: setting for setting in settings}
     assert by_key["federation.budgets[].rank"].accepts == "whole number ≥ 1"
     assert by_key["federation.cohort_size"].accepts == "`auto`, or whole number ≥ 1"
-    assert by_key["federation.participation"].accepts == "number > 0 and ≤ 1"
+    assert by_key["federation.client_fraction"].accepts == "number > 0 and ≤ 1"
     assert by_key["method.name"].default == "required"
-    assert by_key["data.limit"].default == "null"
+    assert by_key["data.max_samples"].default == "null"
     assert as_markdown(settings) in GUIDE.read_text("utf-8"), (
         "docs/guides/settings.md is out of date: replace its table by "
         "`python -c 'from fedguild.config import Config; from fedguild.config.reference import *; "

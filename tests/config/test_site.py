@@ -51,4 +51,4 @@ def test_a_folder_without_a_file(tmp_path: Path) -> None:
 
 def test_a_server_has_a_default_for_everything(tmp_path: Path) -> None:
     (tmp_path / "server.yaml").write_text("{}")
-    assert not load_server(tmp_path).reads_data
+    assert not load_server(tmp_path).server_evaluation

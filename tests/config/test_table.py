@@ -43,8 +43,8 @@ def checked_settings(config: Config) -> str:
             "federation": True,
             "privacy": True,
             "training": {"batch_size"},
-            "evaluation": {"by", "split", "diagnosis", "max_new_tokens"},
-            "data": {"max_tokens", "split"},
+            "evaluation": {"answer_mode", "split", "diagnostics", "max_new_tokens"},
+            "data": {"max_length", "split"},
         },
         exclude={"federation": {"rounds"}},
     )
@@ -85,7 +85,7 @@ def test_the_cells_of_a_column_differ_in_nothing_but_the_method(name: str) -> No
         for section, but in (("data", None), ("evaluation", {"pooled", "clients"})):
             sections = {getattr(config, section).model_dump_json(exclude=but) for config in configs}
             assert len(sections) == 1, (column, section)
-        for key in ("clients", "participation", "budgets"):
+        for key in ("clients", "client_fraction", "budgets"):
             assert len({repr(getattr(config.federation, key)) for config in configs}) == 1, (column, key)
         rounds = {config.federation.rounds for config in configs}
         assert max(rounds) - min(rounds) <= 1, "FDLoRA's first stage is a round of its own"
@@ -190,7 +190,7 @@ def test_homogeneous_clients_train_with_their_budgets_experts(name: str) -> None
 def test_flames_temperature_is_compared_without_clipping(name: str) -> None:
     """The paper clips nowhere; t x the two frequencies, as trained otherwise in the presets."""
     configs = configs_of(name)
-    assert {config.training.clip_norm for _, config in configs} == {None}
+    assert {config.training.max_grad_norm for _, config in configs} == {None}
     compared = {
         (config.method.options["temperature"], config.method.options.get("frequency_by_active", False))
         for _, config in configs

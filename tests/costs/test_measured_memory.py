@@ -92,13 +92,13 @@ def estimated_and_measured(
     [
         (torch.float32, FULL, EQUAL, {}),
         (torch.float32, FULL, UNEQUAL, {}),
-        (torch.bfloat16, FULL, SHORT, {"accumulation": 2}),
+        (torch.bfloat16, FULL, SHORT, {"gradient_accumulation_steps": 2}),
         (torch.float32, LORA, RAGGED, {"batch_size": 8}),
     ],
     ids=["dense changes", "at rates of their own", "in bf16 and accumulated", "packed"],
 )
 def test_a_cohort_holds_what_is_estimated(dtype, named, lengths, settings, monkeypatch):
-    given = {"batch_size": 2, "epochs": 1, "schedule": "linear", "clip_norm": 1.0, **settings}
+    given = {"batch_size": 2, "epochs": 1, "lr_scheduler": "linear", "max_grad_norm": 1.0, **settings}
     backbone = backbone_of(dtype)
     estimate, peak = estimated_and_measured(backbone, named, lengths, TrainingSettings(**given), monkeypatch)
     assert 0.7 < peak / estimate.cohort_bytes < 1.1
@@ -107,7 +107,7 @@ def test_a_cohort_holds_what_is_estimated(dtype, named, lengths, settings, monke
 
 
 def test_dp_sgd_holds_what_is_estimated(monkeypatch):
-    settings = TrainingSettings(batch_size=4, epochs=1, clip_norm=None)
+    settings = TrainingSettings(batch_size=4, epochs=1, max_grad_norm=None)
     backbone = backbone_of(torch.float32)
     estimate, peak = estimated_and_measured(backbone, FULL, [[24] * 4] * 2, settings, monkeypatch, private=True)
     assert 0.75 < peak / estimate.cohort_bytes < 1.1

@@ -14,7 +14,7 @@ from tests.backbones import tiny_backbone
 
 LARGE, SMALL = Budget("large", 4, 3), Budget("small", 1, 1)
 CLIENTS = [ClientInfo(0, LARGE, 10), ClientInfo(1, SMALL, 10), ClientInfo(2, SMALL, 10)]
-TRAINING = TrainingSettings(batch_size=2, accumulation=2, epochs=2)
+TRAINING = TrainingSettings(batch_size=2, gradient_accumulation_steps=2, epochs=2)
 WORK = Workload(examples=10, tokens=16, context_tokens=8, training=TRAINING)
 
 

@@ -2,7 +2,7 @@ from collections import Counter
 
 import pytest
 
-from fedguild.config.data import CapSettings, SplitSettings
+from fedguild.config.data import SplitSettings
 from fedguild.data.example import Corpus, Example
 from fedguild.data.split import ClientData, pooled_test, split_clients
 from fedguild.errors import DataError
@@ -39,7 +39,7 @@ def test_caps_cut_each_split_but_not_the_others():
     (data,) = split_clients(
         CORPUS,
         HALVES[:1],
-        SplitSettings(validation=0.2, test=0.2, caps=CapSettings(train=7, validation=3, test=2)),
+        SplitSettings(validation=0.2, test=0.2, max_train_samples=7, max_validation_samples=3, max_test_samples=2),
         seed=0,
     )
     assert sizes(data) == (7, 3, 2)
@@ -74,9 +74,7 @@ def test_the_corpus_tests_a_client_in_the_proportions_of_its_labels():
     assert len(set(data.test)) == 40
     assert set(data.test) <= set(CORPUS.test)
     assert {example.label for example in data.test[:8]} == {"a", "b"}, "whoever scores the first has all labels"
-    (capped,) = split_clients(
-        CORPUS, [three_to_one], SplitSettings(test_source="corpus", caps=CapSettings(test=8)), seed=0
-    )
+    (capped,) = split_clients(CORPUS, [three_to_one], SplitSettings(test_source="corpus", max_test_samples=8), seed=0)
     assert len(capped.test) == 8
     (only_b,) = split_clients(CORPUS, [[60, 61]], rule, seed=0)
     assert Counter(example.label for example in only_b.test) == {"b": 20}

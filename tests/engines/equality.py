@@ -26,7 +26,7 @@ from tests.methods.test_matrix import CASES
 SETTINGS = (
     "federation.rounds=2",
     "federation.cohort_size=1",
-    "federation.participation=0.75",
+    "federation.client_fraction=0.75",
     "evaluation.every=2",
     "evaluation.max_examples=2",
     "evaluation.clients=true",

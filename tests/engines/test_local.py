@@ -58,7 +58,7 @@ def engine_of(backbone: Backbone, method: Method, folder: Path, cohort_size: Any
     examples = Federation(backbone, method, CLIENTS, folder).examples
     memory = ClientMemory(folder / "clients")
     memory.save("client-001", 1, Payload(KEPT))
-    settings = SETTINGS.model_copy(update={"steps": 3, "clip_norm": 1.0})
+    settings = SETTINGS.model_copy(update={"steps": 3, "max_grad_norm": 1.0})
     return LocalEngine(backbone, examples, settings, memory, cohort_size=cohort_size, seed=1, **options)
 
 
@@ -198,7 +198,7 @@ def test_a_device_that_does_not_hold_one_client_is_told_so(olmoe_backbone, flame
     with pytest.raises(FedGuildError, match="The memory of cpu is too small to train one client") as caught:
         deliver(olmoe_backbone, flame, tmp_path, 4)
     assert device.tried == [4, 2, 1]
-    assert all(key in caught.value.hint for key in ("training.batch_size", "data.max_tokens", "gradient_checkpointing"))
+    assert all(key in caught.value.hint for key in ("training.batch_size", "data.max_length", "gradient_checkpointing"))
     assert kept_rounds(tmp_path) == {"client-001": ["round-00001.memory"]}
     assert olmoe_backbone.runtime.current is None
 
@@ -286,7 +286,7 @@ def test_auto_plans_for_the_largest_client_and_the_longest_batch(olmoe_backbone,
     size = engine.settings.batch_size
     tokens = min(size * max(map(max, lengths)), math.ceil(1.1 * max(sum(own[-size:]) for own in lengths)))
     largest = flame.plan(olmoe_backbone.info, LARGE)
-    form = StepForm(engine.settings.accumulation)
+    form = StepForm(engine.settings.gradient_accumulation_steps)
     assert asked == [(olmoe_backbone, largest, tokens, 5, 12345, engine.settings, None, form)]
 
 

@@ -34,7 +34,7 @@ METHOD = build_method("fedex-lora", {})
 
 
 def rules(steps: int | None = 3, **settings: Any) -> PrivacyRules:
-    training = TrainingSettings(batch_size=4, accumulation=2, steps=steps)
+    training = TrainingSettings(batch_size=4, gradient_accumulation_steps=2, steps=steps)
     return PrivacyRules(PrivacySettings(**{"noise_multiplier": 1.0, **settings}), training, 5, 6, 3)
 
 
@@ -76,7 +76,9 @@ def test_a_clients_change_is_clipped_and_noised() -> None:
     assert delivery.upload.scalars == {"merge_version": 1}
 
 
-@pytest.mark.parametrize("settings", [{"unit": "client", "noise": "central"}, {"unit": "example", "sample_rate": 0.1}])
+@pytest.mark.parametrize(
+    "settings", [{"unit": "client", "trust_model": "central"}, {"unit": "example", "sample_rate": 0.1}]
+)
 def test_an_upload_that_is_noised_elsewhere_stays(settings: dict[str, Any]) -> None:
     delivery = answer(rules(**settings))
     assert delivery.upload is not None
@@ -124,7 +126,7 @@ def test_what_a_client_received_beside_the_adapter_is_clipped_and_noised_with_it
     assert "would release 'usage/x'" in other.failure
 
 
-@pytest.mark.parametrize("settings", [{"noise": "central"}, {"unit": "example", "sample_rate": 0.1}])
+@pytest.mark.parametrize("settings", [{"trust_model": "central"}, {"unit": "example", "sample_rate": 0.1}])
 def test_noise_on_something_else_does_not_cover_what_is_beside_the_adapter(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -164,7 +166,7 @@ def test_what_a_round_releases() -> None:
         ({"unit": "example", "sample_rate": 0.1}, "(added or removed)"),
         ({"unit": "client"}, "(replaced by any other)"),
         ({"unit": "client", "public": ("sizes",)}, "any other of the same size"),
-        ({"unit": "client", "noise": "central"}, "there or all zeros"),
+        ({"unit": "client", "trust_model": "central"}, "there or all zeros"),
     ],
 )
 def test_the_neighbours_have_the_same_size_where_that_is_public(settings: dict[str, Any], neighbour: str) -> None:

@@ -111,7 +111,7 @@ def _outputs(backbone, layer, own, adapters) -> list[np.ndarray]:
 
 def test_a_run_reports_them_with_every_evaluation(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
-    settings = ("federation.rounds=2", "evaluation.every=2", "evaluation.max_examples=2", "evaluation.diagnosis=true")
+    settings = ("federation.rounds=2", "evaluation.every=2", "evaluation.max_examples=2", "evaluation.diagnostics=true")
     experiment.run(small_config(model, *settings, base="flame/tiny-tasks"), tmp_path / "run")
     records = [one for one in RunLog(tmp_path / "run").read() if isinstance(one, ObservationRecord)]
     found = {one.name: one for one in records if one.name in (SCALE, ROUTER)}

@@ -42,7 +42,7 @@ def test_choices_by_mean_likelihood(model, tokenizer):
 
 
 def test_the_sum_favours_short_choices(model, tokenizer):
-    first, _ = evaluate(model, [[CHOICE], []], tokenizer, max_tokens=64, scoring=Scoring(normalise="sum"))
+    first, _ = evaluate(model, [[CHOICE], []], tokenizer, max_tokens=64, scoring=Scoring(length_normalization="sum"))
     assert first.examples[0].predicted == 1  # 3.5 against 3.0
 
 

@@ -44,7 +44,7 @@ TWO = "federation.rounds=2"
         ("method.rnak=8", ["method.rnak: flame has no such option", "Did you mean 'rank'?"]),
         ("method.rank=0", ["method.rank", "greater than or equal to 1", "got 0", "LoRA rank r"]),
         ("method.rescaler=learned", ["method.rescaler", "'per_layer', 'shared', 'static' or 'none'", "got 'learned'"]),
-        ("data.corpus=dollie", ["There is no corpus 'dollie'", "Did you mean 'dolly'?"]),
+        ("data.dataset=dollie", ["There is no corpus 'dollie'", "Did you mean 'dolly'?"]),
         ("data.options={families: [sums]}", ["Unknown task family 'sums'", "Did you mean 'sum'?"]),
         ("data.train=mine.jsonl", ["'tasks' is generated, not read", "train_examples"]),
         ("evaluation.metrics=[rouge]", ["evaluation.metrics: there is no metric 'rouge'", "Did you mean 'rouge_l'?"]),
@@ -104,8 +104,8 @@ FEDMOE_CASES = [
         ("fdlora/tiny-tasks", [], ["nevergrad, which is not installed", "fedguild[fusion]"]),
         (
             TASKS,
-            ["data.max_tokens=64", "evaluation.by=generation", "evaluation.max_new_tokens=64"],
-            ["evaluation.max_new_tokens is 64", "no room for a prompt within data.max_tokens 64"],
+            ["data.max_length=64", "evaluation.answer_mode=generation", "evaluation.max_new_tokens=64"],
+            ["evaluation.max_new_tokens is 64", "no room for a prompt within data.max_length 64"],
         ),
         (
             "fedsa-lora/tiny-tasks",
@@ -225,8 +225,8 @@ def test_a_prompt_without_room_is_told_before_the_weights_are_read(
     rows = [{"instruction": f"Say {i}.", "context": "", "response": "x", "category": "a"} for i in range(40)]
     file = write_jsonl(tmp_path / "mine.jsonl", rows)
     few = ["federation.clients=2", "data.partition={scheme: iid, minimum: 1}", f"data.train={file}"]
-    told = complaint("run", DOLLY, *few, "data.max_tokens=32", "evaluation.max_new_tokens=32", "--output", "out")
-    says(told, "evaluation.max_new_tokens is 32", "no room for a prompt within data.max_tokens 32")
+    told = complaint("run", DOLLY, *few, "data.max_length=32", "evaluation.max_new_tokens=32", "--output", "out")
+    says(told, "evaluation.max_new_tokens is 32", "no room for a prompt within data.max_length 32")
     assert not (Path("out") / "config.yaml").exists()
 
 

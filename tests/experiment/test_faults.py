@@ -58,7 +58,12 @@ def rounds_of(folder: Path) -> list[RoundRecord]:
 
 @pytest.mark.parametrize(("late", "fate"), [("drop", "it is 1 round(s) late"), ("next_round", None)])
 def test_a_late_upload_is_written_down(olmoe_folder, tmp_path, posts, late, fate):
-    settings = ["federation.rounds=2", f"federation.late={late}", "federation.participation=0.75", "seed=1"]
+    settings = [
+        "federation.rounds=2",
+        f"federation.straggler_policy={late}",
+        "federation.client_fraction=0.75",
+        "seed=1",
+    ]
     said: list[str] = []
     experiment.run(small_config(olmoe_folder, *settings), tmp_path / "run", progress=Told(said))
     first, second = rounds_of(tmp_path / "run")
@@ -84,7 +89,7 @@ class Told:
 
 
 def test_a_resumed_run_knows_whose_uploads_it_has(olmoe_folder, tmp_path, posts):
-    settings = ["federation.rounds=2", "federation.late=next_round", "federation.participation=0.75"]
+    settings = ["federation.rounds=2", "federation.straggler_policy=next_round", "federation.client_fraction=0.75"]
     config = small_config(olmoe_folder, *settings)
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, "fedguild.server.checkpoint.save", 3)
@@ -109,7 +114,7 @@ def test_over_selection_and_retries_are_written_down(olmoe_folder, tmp_path, mon
                 yield replace(delivery, upload=None, failure="gone") if fails else delivery
 
     monkeypatch.setattr("fedguild.experiment.make_engine", lambda run: (Flaky(make_engine(run)[0]), None))
-    settings = ["participation=0.5", "over_selection=0.5", "retries=1", "rounds=1", "quorum=1.0"]
+    settings = ["client_fraction=0.5", "over_selection=0.5", "retries=1", "rounds=1", "quorum=1.0"]
     experiment.run(small_config(olmoe_folder, *[f"federation.{text}" for text in settings]), tmp_path / "run")
     (record,) = rounds_of(tmp_path / "run")
     assert len(record.participants) == 3
@@ -121,13 +126,13 @@ def test_over_selection_and_retries_are_written_down(olmoe_folder, tmp_path, mon
 def test_the_rules_of_a_round_are_those_of_the_config(olmoe_folder, monkeypatch, tmp_path):
     config = small_config(
         olmoe_folder,
-        "federation.participation=0.5",
+        "federation.client_fraction=0.5",
         "federation.over_selection=0.3",
         "federation.retries=2",
         "federation.deadline_seconds=30",
-        "federation.late=next_round",
+        "federation.straggler_policy=next_round",
         "federation.upload_limit_bytes=1000",
-        "federation.norm_limit=7",
+        "federation.max_update_norm=7",
         "seed=5",
     )
     given: dict[str, object] = {}
@@ -140,7 +145,7 @@ def test_the_rules_of_a_round_are_those_of_the_config(olmoe_folder, monkeypatch,
     with pytest.raises(Killed):
         experiment.run(config, tmp_path / "run")
     assert given == {"rules": config.federation, "seed": 5, "protection": None}, "a simulation compares no uploads"
-    assert config.federation.norm_limit == 7.0
+    assert config.federation.max_update_norm == 7.0
 
 
 def test_a_run_keeps_its_identity_and_no_two_share_one(tmp_path):

@@ -21,7 +21,7 @@ from fedguild.watch.run_view import RunView
 from tests.experiment.runs import Ended, Killed, assert_same, ended, kill_at, small_config
 
 ROUNDS = ("federation.rounds=2", "training.steps=1", "evaluation.max_examples=4")
-QUICK = (*ROUNDS, "evaluation.every=9", "evaluation.initial=false")
+QUICK = (*ROUNDS, "evaluation.every=9", "evaluation.eval_on_start=false")
 MOMENTS = {
     "before the first checkpoint": ("fedguild.server.checkpoint.save", 1, False),
     "after the first checkpoint": ("fedguild.server.checkpoint.save", 1, True),
@@ -56,7 +56,7 @@ def test_nothing_but_the_scores_of_round_0_is_missing(olmoe_folder: Path, tmp_pa
     """Neither the state nor a record of the rounds depends on them, and every page does without."""
     results, found = {}, {}
     for name, initial in (("whole", "true"), ("quick", "false")):
-        settings = (*ROUNDS, f"name={name}", "evaluation.clients=true", f"evaluation.initial={initial}")
+        settings = (*ROUNDS, f"name={name}", "evaluation.clients=true", f"evaluation.eval_on_start={initial}")
         results[name] = experiment.run(small_config(olmoe_folder, *settings), tmp_path / name)
         found[name] = ended(tmp_path / name)
     assert (scored_rounds(tmp_path / "whole"), scored_rounds(tmp_path / "quick")) == ([0, 1, 2], [1, 2])

@@ -60,7 +60,7 @@ def test_a_run_ends_before_the_round_that_could_pass_its_limit_on_bytes(olmoe_fo
 def test_a_limit_below_the_first_round_is_refused(olmoe_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="The run cannot begin: round 1 could move") as caught:
         experiment.run(small_config(olmoe_folder, "federation.byte_limit=1000"), tmp_path / "out")
-    assert "federation.codec=bf16" in caught.value.hint
+    assert "federation.wire_dtype=bf16" in caught.value.hint
 
 
 def test_further_attempts_stay_within_the_limit() -> None:
@@ -123,8 +123,12 @@ def test_what_is_left_out_and_cut_is_counted_and_said(command: Command, olmoe_fo
         {"instruction": f"Say {i}. {'and on ' * 20 * (i % 2)}", "response": "x" if i % 5 else ""} for i in range(40)
     ]
     rows[1]["response"] = "y" * 200
-    own = ["data.corpus=instructions", f"data.train={write_jsonl(tmp_path / 'own.jsonl', rows)}", "data.limit=30"]
-    own += ["data.options={}", "data.max_tokens=150", "data.partition.scheme=iid", "data.split.caps={train: 3}"]
+    own = [
+        "data.dataset=instructions",
+        f"data.train={write_jsonl(tmp_path / 'own.jsonl', rows)}",
+        "data.max_samples=30",
+    ]
+    own += ["data.options={}", "data.max_length=150", "data.partition.scheme=iid", "data.split.max_train_samples=3"]
     own += ["federation.clients=2", "federation.rounds=1", "evaluation.max_examples=1"]
     settings = small_settings(olmoe_folder, *own)
     shown = command("partition", TASKS, *settings)
@@ -135,14 +139,14 @@ def test_what_is_left_out_and_cut_is_counted_and_said(command: Command, olmoe_fo
     assert record["dropped"] == {
         "training rows without a response": 8,
         "training examples above the limit of 30": 2,
-        "examples above data.split.caps": 16,
+        "examples above data.split.max_*_samples": 16,
     }
     assert record["cut"]["texts"] == 6
     assert 0 < record["cut"]["prompts"] <= 6
     for told in (shown.stderr, ran.stderr):
         says(told, "Left out: 8 training rows without a response.", "2 training examples above the limit of 30.")
         says(told, f"{record['cut']['prompts']} of 6 training texts lose the beginning of their prompt")
-        says(told, "(data.max_tokens is 150)")
+        says(told, "(data.max_length is 150)")
     lost = record["cut"]["scored_prompts"]
     assert lost in (0, 1)  # of one example that is scored
     assert ("1 of 1 scored prompts lose their beginning" in ran.stderr) is bool(lost)
@@ -154,7 +158,7 @@ def test_a_rate_that_anneals_to_nothing_leaves_the_last_round_without_effect(
     """From the config to the clients: the last round's rate is a billionth of the first one's."""
     annealed = ["training.round_schedule=linear", "training.round_final=1e-9", "training.optimizer=sgd"]
     settings = ["method={name: fedit, rank: 3}", "federation.rounds=2", "evaluation.max_examples=1", *annealed]
-    config = small_config(olmoe_folder, *settings, "training.learning_rate=1.0", "federation.keep_checkpoints=3")
+    config = small_config(olmoe_folder, *settings, "training.learning_rate=1.0", "federation.save_total_limit=3")
     experiment.run(config, tmp_path / "out")
     before, first, last = (
         checkpoint.load(tmp_path / "out" / CHECKPOINTS, number, fingerprint=config.fingerprint()).state.tensors

@@ -75,7 +75,7 @@ def resumed_in_a_new_process(folder: Path, kill_at_version: int = 0) -> int:
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_that_is_killed_twice_ends_like_one_that_was_not(method: str, model: Path, tmp_path: Path) -> None:
     """At the end of round 2, before its checkpoint; then in round 2 again, in a new process, version 1 received."""
-    config = config_of(model, method, "federation.participation=0.75")
+    config = config_of(model, method, "federation.client_fraction=0.75")
     experiment.run(config, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, "fedguild.server.checkpoint.save", 3)
@@ -94,7 +94,7 @@ def test_a_run_whose_changes_are_folded_is_resumed(
 ) -> None:
     """Its ledger lost on the way; at the end there is one dense change, and no file of what it replaced."""
     monkeypatch.setattr(merge_history, "FLOOR", 0)
-    settings = ("federation.rounds=5", "federation.keep_checkpoints=1", "evaluation.clients=true")
+    settings = ("federation.rounds=5", "federation.save_total_limit=1", "evaluation.clients=true")
     config = config_of(model, "flora", *settings)
     experiment.run(config, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch:
@@ -111,7 +111,7 @@ def test_a_run_whose_changes_are_folded_is_resumed(
 
 def test_going_back_a_round_does_not_see_what_came_after(model: Path, tmp_path: Path) -> None:
     """A run whose last checkpoints are gone repeats its rounds, though the ledger has later versions."""
-    config = config_of(model, "flora", "federation.keep_checkpoints=4")
+    config = config_of(model, "flora", "federation.save_total_limit=4")
     experiment.run(config, tmp_path)
     whole, versions = ended(tmp_path), ledger(tmp_path)
     for round in (2, 3):

@@ -57,7 +57,7 @@ def test_a_run_with_a_corpus_a_metric_and_a_family_of_another_package(
     model = FlexOlmoConfig(**sizes, **tokens, vocab_size=len(tokenizer), num_experts=8, num_experts_per_tok=4)
     AutoModelForCausalLM.from_config(model).save_pretrained(tmp_path / "model")
     settings = [one for one in small_settings(tmp_path / "model") if not one.startswith("data.options")]
-    settings += ["data.corpus=verses", "data.options.lines=48", "evaluation.metrics=[exact_match]"]
+    settings += ["data.dataset=verses", "data.options.lines=48", "evaluation.metrics=[exact_match]"]
     config = load_config("flame/tiny-tasks", [*settings, "federation.rounds=1"])
     experiment.run(config, tmp_path / "run")
     records = [record for record in RunLog(tmp_path / "run").read() if isinstance(record, EvaluationRecord)]

@@ -195,7 +195,7 @@ def test_a_method_fits_every_model_that_it_is_offered_on(method: str, models: di
 @pytest.mark.parametrize("method", ["guild", "ub-smoe", "fedamole", "fedalign-moe"])
 def test_a_data_set_is_split_over_the_clients_of_a_setup(method: str, corpus: str, data: dict[str, list[str]]) -> None:
     config = load_config(f"{method}/tiny-{corpus}")
-    prepared = prepare_data(load_config(f"{method}/tiny-{corpus}", data[config.data.corpus]))
+    prepared = prepare_data(load_config(f"{method}/tiny-{corpus}", data[config.data.dataset]))
     assert len(prepared.clients) == config.federation.clients
     assert all(client.train for client in prepared.clients)
 
@@ -238,7 +238,7 @@ def test_a_cell_with_a_file_of_its_own_runs_a_step(
 
 def run_a_step(name: str, data: dict[str, list[str]], models: dict[str, Path], folder: Path) -> None:
     shipped = load_config(name)
-    config = load_config(name, [*data[shipped.data.corpus], *on_a_small_model(name, models), *ONE_STEP])
+    config = load_config(name, [*data[shipped.data.dataset], *on_a_small_model(name, models), *ONE_STEP])
     personal = has_no_global_model(config)
     if not personal:
         config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"clients": False})})
@@ -248,7 +248,7 @@ def run_a_step(name: str, data: dict[str, list[str]], models: dict[str, Path], f
     records = RunLog(folder).read()
     (whole,) = [record for record in records if isinstance(record, RoundRecord)]
     trained = [record for record in records if isinstance(record, ClientRecord)]
-    asked = config.federation.participation * config.federation.clients
+    asked = config.federation.client_fraction * config.federation.clients
     assert len(whole.participants) == max(round(asked), 1)
     assert whole.rejected == []
     assert [record.client for record in trained] == whole.participants

@@ -29,7 +29,7 @@ from tests.experiment.runs import Killed, assert_same, ended, kill_at, load_mode
 METHOD = ("method.targets=[q_proj]", "method.rank_by_budget=false", "federation.clients=3", "evaluation.max_examples=4")
 EXAMPLE = ("privacy.unit=example", "privacy.public=[sizes]")
 LOCAL = ("privacy.unit=client", "privacy.clip=0.1")
-CENTRAL = (*LOCAL, "privacy.noise=central")
+CENTRAL = (*LOCAL, "privacy.trust_model=central")
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ def test_a_client_whose_budget_is_spent_stops_and_the_run_ends(olmoe_folder: Pat
         "privacy.noise_multiplier=4",
         f"privacy.max_epsilon={(two + three) / 2}",
         "federation.rounds=9",
-        "federation.participation=0.6",
+        "federation.client_fraction=0.6",
         "evaluation.every=9",
     )
     progress = Lines()
@@ -167,7 +167,7 @@ def test_a_target_is_kept_by_local_noise_and_sizes_are_withheld(olmoe_folder: Pa
 
 
 def test_secret_sampling_charges_everybody(olmoe_folder: Path, tmp_path: Path) -> None:
-    settings = ("privacy.noise_multiplier=6", "privacy.sampling=secret", "federation.participation=0.4")
+    settings = ("privacy.noise_multiplier=6", "privacy.sampling=secret", "federation.client_fraction=0.4")
     config = private_config(olmoe_folder, *CENTRAL, *settings, "federation.rounds=2", "evaluation.every=2")
     experiment.run(config, tmp_path)
     assert spent(tmp_path)[-1].epsilon == [epsilon([Release(3.0, 2, drawn=1, drawn_from=3)], 1e-5)] * 3
@@ -191,7 +191,11 @@ def test_a_budget_below_the_first_round_is_said(olmoe_folder: Path, tmp_path: Pa
         (["privacy.unit=client", "privacy.noise_multiplier=1"], "fed-sb/tiny-tasks", "sends gradients"),
         ([*CENTRAL, "privacy.noise_multiplier=1"], "flexlora/tiny-tasks", "is no mean"),
         ([*CENTRAL, "privacy.noise_multiplier=1"], "fedit/tiny-tasks-ranks", "of unequal shapes"),
-        ([*CENTRAL, "privacy.noise_multiplier=1", "federation.robust=median"], "fedit/tiny-tasks", "federation.robust"),
+        (
+            [*CENTRAL, "privacy.noise_multiplier=1", "federation.aggregator=median"],
+            "fedit/tiny-tasks",
+            "federation.aggregator",
+        ),
         ([*LOCAL, "privacy.noise_multiplier=1", "evaluation.clients=true"], "fedit/tiny-tasks", "evaluation.clients"),
         (["privacy.unit=example", "privacy.noise_multiplier=1"], "fedit/tiny-tasks", "is not public"),
         (

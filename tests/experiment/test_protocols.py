@@ -63,7 +63,7 @@ def test_the_same_models_are_scored_once(
 
     monkeypatch.setattr(scoring, "_scored", counted)
     scores_of_all = ("evaluation.clients=true", "evaluation.perplexity=true", "evaluation.pooled=false")
-    settings = (*BOTH, *scores_of_all, "evaluation.every=2", "evaluation.initial=false")
+    settings = (*BOTH, *scores_of_all, "evaluation.every=2", "evaluation.eval_on_start=false")
     experiment.run(small_config(olmoe, *settings, base=f"{method}/tiny-tasks"), tmp_path / "run")
     others = {"trained": ["received"], "received": ["trained"]}.get(own or "", ["trained", "received"])
     once = method != "fedex-lora"
@@ -76,7 +76,7 @@ def test_the_same_models_are_scored_once(
 
 def test_a_killed_run_has_the_same_scores(olmoe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The models as trained are of the round that counts, also after a round that was begun and not ended."""
-    config = small_config(olmoe, *BOTH, "federation.participation=0.5")
+    config = small_config(olmoe, *BOTH, "federation.client_fraction=0.5")
     experiment.run(config, tmp_path / "whole")
     with monkeypatch.context() as patch:
         kill_at(patch, "fedguild.server.checkpoint.save", 3)

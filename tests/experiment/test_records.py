@@ -61,7 +61,7 @@ def personal(olmoe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     config = small_config(
         olmoe_folder,
         "federation.rounds=2",
-        "federation.participation=0.5",
+        "federation.client_fraction=0.5",
         "training.learning_rate=0.05",
         "evaluation.clients=true",
         "evaluation.split=validation",

@@ -28,7 +28,7 @@ from tests.experiment.runs import Ended, Killed, assert_same, ended, kill_at, sm
 ALL, HALF = "all clients", "half of the clients"
 OVERRIDES = {
     ALL: ["federation.cohort_size=2", "evaluation.clients=true"],
-    HALF: ["federation.participation=0.5", "federation.rounds=4", "federation.cohort_size=1"],
+    HALF: ["federation.client_fraction=0.5", "federation.rounds=4", "federation.cohort_size=1"],
 }
 STEPS_A_ROUND = 4
 """Two cohorts, two steps each, in either case."""
@@ -77,7 +77,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(
     config: Config, uninterrupted: Ended, moment: str, tmp_path: Path
 ) -> None:
     target, call, after = MOMENTS[moment]
-    number = call if isinstance(call, int) else call[HALF if config.federation.participation < 1 else ALL]
+    number = call if isinstance(call, int) else call[HALF if config.federation.client_fraction < 1 else ALL]
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, target, number, after=after)
         with pytest.raises(Killed):
@@ -144,7 +144,7 @@ def test_resuming_a_finished_run_changes_nothing(finished: RunResult, tmp_path: 
 def test_dropout_and_an_unfinished_epoch_resume_to_the_same_bits(olmoe_folder: Path, tmp_path: Path) -> None:
     method = "method={name: fedit, rank: 3, targets: [q_proj, experts], dropout: 0.5}"
     config = small_config(
-        olmoe_folder, method, "training.steps=null", "training.epochs=0.5", "training.schedule=cosine"
+        olmoe_folder, method, "training.steps=null", "training.epochs=0.5", "training.lr_scheduler=cosine"
     )
     experiment.run(config, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch:

@@ -35,7 +35,7 @@ def code_of(card: str) -> str:
 
 def test_flame_merged(runs: dict[str, Path], tmp_path: Path) -> None:
     exported = export(runs["flame"], Subject("small"), tmp_path / "model", "merged")
-    assert (exported.folder, exported.form, exported.reason) == (tmp_path / "model", "merged", "")
+    assert (exported.folder, exported.format, exported.reason) == (tmp_path / "model", "merged", "")
     model = AutoModelForCausalLM.from_pretrained(exported.folder)
     assert model.config.num_experts_per_tok == 1
     assert_same_logits(plain_logits(model), ours(runs["flame"], "small", active=1))
@@ -45,7 +45,7 @@ def test_flame_merged(runs: dict[str, Path], tmp_path: Path) -> None:
 
 def test_flame_as_an_adapter_says_that_it_is_merged(runs: dict[str, Path], tmp_path: Path) -> None:
     exported = export(runs["flame"], Subject("large"), tmp_path / "out")
-    assert exported.form == "merged"
+    assert exported.format == "merged"
     assert "an adapter alone cannot carry the model: it scales the output of the experts" in exported.reason
     model = AutoModelForCausalLM.from_pretrained(exported.folder)
     assert_same_logits(plain_logits(model), ours(runs["flame"], "large", active=4))
@@ -63,7 +63,7 @@ def test_an_earlier_round(runs: dict[str, Path], tmp_path: Path) -> None:
 
 def test_an_adapter_by_the_words_of_its_card(runs: dict[str, Path], tmp_path: Path) -> None:
     exported = export(runs["ranks"], Subject("large"), tmp_path / "adapter")
-    assert (exported.form, exported.reason) == ("peft", "")
+    assert (exported.format, exported.reason) == ("peft", "")
     names = {path.name for path in exported.folder.iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     card = (exported.folder / "README.md").read_text()
@@ -83,7 +83,7 @@ def test_an_adapter_by_the_words_of_its_card(runs: dict[str, Path], tmp_path: Pa
 
 def test_a_budget_with_fewer_active_experts_is_merged_as_it_was_scored(runs: dict[str, Path], tmp_path: Path) -> None:
     exported = export(runs["ranks"], Subject("small"), tmp_path / "out")
-    assert exported.form == "merged"
+    assert exported.format == "merged"
     assert "it runs 1 of the model's 4 active experts" in exported.reason
     loaded = {"folder": str(exported.folder)}
     exec(code_of((exported.folder / "README.md").read_text()), loaded)
@@ -125,7 +125,7 @@ def own(folder: Path, name: str, active: int) -> torch.Tensor:
 def test_a_clients_own_adapter(runs: dict[str, Path], tmp_path: Path) -> None:
     """FedIT-FT: the adapter that the client trained, which is not the global one."""
     exported = export(runs["personal"], Subject(client="client-000"), tmp_path / "mine")
-    assert exported.form == "peft"
+    assert exported.format == "peft"
     card = (exported.folder / "README.md").read_text()
     assert "# personal, client-000" in card
     assert "| client | client-000 |" in card

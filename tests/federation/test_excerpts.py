@@ -49,7 +49,7 @@ def test_a_client_of_fedamole_is_sent_its_own_experts_and_no_others(models: dict
     config, lines = scoring(case_config("fedamole", models)), Lines()
     local = experiment.run(config, tmp_path / "local")
     grid, requests = recorded(config, tmp_path / "sites")
-    result = serve_on(grid, config, tmp_path / "server", lines, reads_data=False, deliver=True)
+    result = serve_on(grid, config, tmp_path / "server", lines, server_evaluation=False, deliver=True)
     assert local.own
     assert result.own == local.own
     saved = checkpoint.load(
@@ -79,7 +79,7 @@ def test_the_scores_are_those_of_a_simulation(label: str, models: dict[str, Path
     config = scoring(case_config(label, models))
     local = experiment.run(config, tmp_path / "local")
     grid, _ = recorded(config, tmp_path / "sites")
-    remote = serve_on(grid, config, tmp_path / "server", reads_data=False)
+    remote = serve_on(grid, config, tmp_path / "server", server_evaluation=False)
     assert local.own
     assert remote.own == local.own
 
@@ -89,7 +89,7 @@ def test_all_clients_are_sent_the_same_bytes_where_a_state_is_about_none(
 ) -> None:
     config = scoring(case_config("fedavg", models))
     grid, requests = recorded(config, tmp_path / "sites")
-    result = serve_on(grid, config, tmp_path / "server", reads_data=False)
+    result = serve_on(grid, config, tmp_path / "server", server_evaluation=False)
     assert (
         len({message.body for message in requests if message.kind == "score" and message.round == result.rounds}) == 1
     )

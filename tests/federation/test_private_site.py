@@ -110,7 +110,7 @@ def test_a_site_stops_at_the_runs_budget(model: Path, tmp_path: Path) -> None:
     ("overrides", "reason"),
     [
         ((), "has no differential privacy"),
-        ((*LOCAL, "privacy.noise=central"), "the server adds the run's noise"),
+        ((*LOCAL, "privacy.trust_model=central"), "the server adds the run's noise"),
         ((*LOCAL, "privacy.public=[scores, sizes]"), "declares scores and sizes public, beyond accept.public"),
     ],
 )
@@ -129,7 +129,7 @@ def test_a_limit_refuses_what_it_cannot_count_whatever_is_asked(
     assert not trainer._sessions
 
 
-@pytest.mark.parametrize("overrides", [(), (*LOCAL, "privacy.noise=central")], ids=["none", "central"])
+@pytest.mark.parametrize("overrides", [(), (*LOCAL, "privacy.trust_model=central")], ids=["none", "central"])
 def test_a_run_without_the_sites_noise_is_in_its_ledger_and_no_later_limit_holds(
     model: Path, tmp_path: Path, overrides: tuple[str, ...]
 ) -> None:
@@ -194,7 +194,7 @@ def test_what_a_site_lets_be_public_is_accepted(model: Path) -> None:
     assert SitePolicy().privacy_refusal(None) == ""
 
 
-CENTRAL = ("privacy.unit=client", "privacy.noise=central", "privacy.noise_multiplier=3", "privacy.clip=0.1")
+CENTRAL = ("privacy.unit=client", "privacy.trust_model=central", "privacy.noise_multiplier=3", "privacy.clip=0.1")
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_a_federation_records_what_its_clients_spend(
     settings += ["training.steps=2", "training.batch_size=2", "evaluation.max_examples=4", "method.rank=3"]
     settings += ["data.options={train_examples: 96, test_examples: 12, families: [sum, reverse, topic]}"]
     settings += ["federation.budgets=[{name: all, active_experts: 4, rank: 3}]", "data.partition.minimum=4"]
-    driven = drive("fedit/tiny-tasks", tmp_path, [], overrides=settings, reads_data=True)
+    driven = drive("fedit/tiny-tasks", tmp_path, [], overrides=settings, server_evaluation=True)
     assert driven.error is None
     assert not any(driven.rejected.values())
     (*_, last) = [record for record in driven.records if record.kind == "privacy"]
@@ -218,7 +218,7 @@ def test_a_federation_records_what_its_clients_spend(
     assert {(record.examples, record.steps, record.train_loss) for record in trained} == {(None, 2, None)}
     assert len((driven.folder / "secret").read_bytes()) == 32
     ledger = Ledger(tmp_path / "client-001" / "work" / FILE).releases(LEDGER_NAME)
-    central = "privacy.noise=central" in overrides
+    central = "privacy.trust_model=central" in overrides
     assert sum(each.times for each in ledger.values()) == (1 if central else released.times)
     assert (epsilon(ledger.values(), 1e-5) == math.inf) == central
     assert any("do not leave the machines that draw it" in line for line in driven.lines)

@@ -141,7 +141,11 @@ def test_the_same_round_of_many_models_is_refused(config: Config, tmp_path: Path
     [
         ({"max_steps": 10}, {"steps": 10**9}, "a round asks for 1000000000 steps"),
         ({"min_steps": 2}, {"steps": 1}, "below accept.min_steps of 2"),
-        ({"min_batch": 4}, {"batch_size": 1, "accumulation": 3}, "a step is on 3 example(s), below accept.min_batch"),
+        (
+            {"min_batch": 4},
+            {"batch_size": 1, "gradient_accumulation_steps": 3},
+            "a step is on 3 example(s), below accept.min_batch",
+        ),
         ({}, {"steps": 1, "batch_size": 1}, "a round trains on 1 example(s), below accept.min_examples of 2"),
         ({"min_examples": 5}, {"steps": 2, "batch_size": 2}, "a round trains on 4 example(s)"),
     ],

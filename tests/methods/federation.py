@@ -22,7 +22,7 @@ from fedguild.server.method import Method, Upload
 from tests.backbones import random_rows
 
 LARGE, MIDDLE, SMALL = Budget("large", 4, 3), Budget("middle", 2, 2), Budget("small", 1, 1)
-SETTINGS = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=2, clip_norm=None)
+SETTINGS = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=2, max_grad_norm=None)
 
 
 def client(index: int, budget: Budget, examples: int = 4) -> ClientInfo:

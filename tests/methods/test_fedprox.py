@@ -23,9 +23,15 @@ from tests.backbones import random_adapter, tiny_backbone
 from tests.methods.federation import LARGE, SMALL, Federation, client, upload
 from tests.oracles import fedprox as oracle
 
-SGD = TrainingSettings(optimizer="sgd", learning_rate=0.3, batch_size=2, steps=2, clip_norm=None)
+SGD = TrainingSettings(optimizer="sgd", learning_rate=0.3, batch_size=2, steps=2, max_grad_norm=None)
 ADAMW = TrainingSettings(
-    optimizer="adamw", weight_decay=0.1, learning_rate=0.02, batch_size=2, accumulation=2, steps=3, clip_norm=0.5
+    optimizer="adamw",
+    weight_decay=0.1,
+    learning_rate=0.02,
+    batch_size=2,
+    gradient_accumulation_steps=2,
+    steps=3,
+    max_grad_norm=0.5,
 )
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 7), client(2, LARGE, 1)]
 EVERYTHING = {"rank": 2, "gate": "full", "experts": "lora", "targets": ("attention",)}
@@ -103,7 +109,7 @@ def test_two_steps_by_hand(accumulation: int, tmp_path: Path) -> None:
     that term and nothing else: once, also where a step is several passes, and where a client has fewer of them.
     """
     backbone, mu = tiny_backbone("olmoe", dtype=torch.float64), 0.8
-    settings = SGD.model_copy(update={"accumulation": accumulation})
+    settings = SGD.model_copy(update={"gradient_accumulation_steps": accumulation})
     plain, pulled = fedprox(0.0), fedprox(mu)
     start, first, _ = trained(plain, backbone, tmp_path / "a", settings.model_copy(update={"steps": 1}))
     _, same, _ = trained(pulled, backbone, tmp_path / "b", settings.model_copy(update={"steps": 1}))

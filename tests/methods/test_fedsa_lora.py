@@ -27,7 +27,7 @@ from tests.oracles.fedsa_lora import Loss, rounds
 from tests.oracles.lora import MergedModel
 
 TARGETS = ["attention", "router", "experts"]
-WHOLE_BATCH = TrainingSettings(optimizer="sgd", learning_rate=0.1, batch_size=64, steps=1, clip_norm=None)
+WHOLE_BATCH = TrainingSettings(optimizer="sgd", learning_rate=0.1, batch_size=64, steps=1, max_grad_norm=None)
 """One step on all examples of a client."""
 
 

@@ -36,8 +36,8 @@ from tests.backbones import tiny_backbone
 from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, small_config
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 
-SGD_STEP = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=3, steps=1, clip_norm=None)
-TEN_STEPS = TrainingSettings(optimizer="adam", learning_rate=0.01, batch_size=2, steps=10, clip_norm=None)
+SGD_STEP = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=3, steps=1, max_grad_norm=None)
+TEN_STEPS = TrainingSettings(optimizer="adam", learning_rate=0.01, batch_size=2, steps=10, max_grad_norm=None)
 CLIENTS = (client(0, LARGE, 4), client(1, SMALL, 5), client(2, MIDDLE, 3), client(3, SMALL, 6))
 """Every client has examples of other lengths than the others, so that a pass over several is padded."""
 

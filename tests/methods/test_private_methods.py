@@ -26,7 +26,14 @@ from tests.methods.federation import LARGE, MIDDLE, SMALL
 from tests.methods.test_matrix import CASES, cases, fresh, method_of
 from tests.oracles import robust as oracle
 
-TRAINING = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=2, accumulation=2, steps=1, clip_norm=None)
+TRAINING = TrainingSettings(
+    optimizer="sgd",
+    learning_rate=0.5,
+    batch_size=2,
+    gradient_accumulation_steps=2,
+    steps=1,
+    max_grad_norm=None,
+)
 UNITS: tuple[Unit, ...] = ("client", "example")
 
 

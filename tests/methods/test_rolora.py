@@ -29,7 +29,7 @@ from tests.oracles.lora import MergedModel
 from tests.oracles.rolora import Loss, mean_product, rounds
 
 TARGETS = ["attention", "router", "experts"]
-WHOLE_BATCH = TrainingSettings(optimizer="sgd", learning_rate=0.1, batch_size=64, steps=1, clip_norm=None)
+WHOLE_BATCH = TrainingSettings(optimizer="sgd", learning_rate=0.1, batch_size=64, steps=1, max_grad_norm=None)
 """One step on all examples of a client."""
 A, B = "lora_A", "lora_B"
 

@@ -29,7 +29,7 @@ from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, r
 from tests.oracles import smoe_llb as oracle
 from tests.oracles.aggregation import weighted_mean
 
-WHOLE = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=8, steps=1, clip_norm=None)
+WHOLE = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=8, steps=1, max_grad_norm=None)
 """One step over all of a client's examples."""
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 5), client(2, MIDDLE, 3)]
 

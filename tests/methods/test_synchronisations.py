@@ -28,8 +28,8 @@ from tests.methods.test_matrix import ALIKE, CASES, CLIENTS, cases, method_of
 from tests.methods.test_private_methods import able
 from tests.model.kernels import let_run
 
-SETTINGS = TrainingSettings(optimizer="adamw", batch_size=2, accumulation=2, steps=2, clip_norm=1.0)
-PRIVATE = TrainingSettings(optimizer="adamw", batch_size=2, steps=2, clip_norm=None)
+SETTINGS = TrainingSettings(optimizer="adamw", batch_size=2, gradient_accumulation_steps=2, steps=2, max_grad_norm=1.0)
+PRIVATE = TrainingSettings(optimizer="adamw", batch_size=2, steps=2, max_grad_norm=None)
 DP = DpSgd(clip=0.3, noise_multiplier=0.2, probability=0.6, steps=1, divisor=4.5, noise=Noise(b"key"))
 DAILY = ("fedit", "fed-sb from random factors", "fedprompt")
 
@@ -113,7 +113,7 @@ def test_what_is_trained_is_cast_once_a_step(label, parts, monkeypatch):
     casts, shapes = [], {}
     monkeypatch.setattr(Cohort, "finish", lambda self, _: shapes.update(self.trainables))
     for accumulation in (1, 3):
-        settings = SETTINGS.model_copy(update={"accumulation": accumulation, "batch_size": 1})
+        settings = SETTINGS.model_copy(update={"gradient_accumulation_steps": accumulation, "batch_size": 1})
         found = Counter(steps_of(label, monkeypatch, settings)[-1].casts)
         casts.append({name: found[tensor.stored.shape] for name, tensor in shapes.items()})
     assert casts[0] == casts[1]

@@ -85,7 +85,7 @@ def _write_settings(folder: Path, name: str, method: str, seed: int, rounds: int
         "seed": seed,
         "method": {"name": method, "temperature": 2.0},
         "model": {"path": "embedded"},
-        "data": {"corpus": "tasks", "partition": {"scheme": "dirichlet", "alpha": 0.5}},
+        "data": {"dataset": "tasks", "partition": {"scheme": "dirichlet", "alpha": 0.5}},
         "federation": {"clients": clients, "rounds": rounds, "budgets": budgets},
     }
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))

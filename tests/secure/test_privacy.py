@@ -101,6 +101,6 @@ def test_sites_mask_what_is_noised(model: Path, tmp_path: Path, seen: dict[str, 
 
 
 def test_central_noise_is_refused() -> None:
-    overrides = ["privacy.unit=client", "privacy.noise=central", "privacy.noise_multiplier=1"]
+    overrides = ["privacy.unit=client", "privacy.trust_model=central", "privacy.noise_multiplier=1"]
     with pytest.raises(ConfigError, match=r"with federation\.secure the server has no single upload to clip"):
         check_config(load_config("fedit/tiny-tasks", [*overrides, "federation.secure=true"]))

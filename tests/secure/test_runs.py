@@ -146,7 +146,7 @@ def refusing(handle, step):
 
 
 def test_a_client_that_refuses_its_own_upload_does_not_say_by_how_much(model, tmp_path, capsys):
-    config = small_config(model, *SECURE, "federation.norm_limit=1e-6")
+    config = small_config(model, *SECURE, "federation.max_update_norm=1e-6")
     with pytest.raises(QuorumError, match="its upload is not finite, beyond the limits") as raised:
         serve_on(grid_of(sites(config, tmp_path / "sites")), config, tmp_path / "server")
     assert "norm is" not in str(raised.value)
@@ -335,12 +335,12 @@ class TestRefusedConfigs:
     @pytest.mark.parametrize(
         ("setting", "reason"),
         [
-            ("federation.codec=bf16", "federation.codec"),
-            ("federation.robust=median", "federation.robust"),
+            ("federation.wire_dtype=bf16", "federation.wire_dtype"),
+            ("federation.aggregator=median", "federation.aggregator"),
             ("federation.norm_factor=3", "federation.norm_factor"),
-            ("federation.late=next_round", "federation.late"),
+            ("federation.straggler_policy=next_round", "federation.straggler_policy"),
             ("federation.clients=2", "federation.clients"),
-            ("federation.participation=0.5", "federation.clients"),
+            ("federation.client_fraction=0.5", "federation.clients"),
             ("federation.secure_clients=5", "federation.secure_clients"),
         ],
     )
@@ -360,4 +360,4 @@ class TestRefusedConfigs:
     def test_real_clients_do_not_send_their_own_scores(self, model, tmp_path):
         config = small_config(model, *SECURE)
         with pytest.raises(ConfigError, match="the scores of their own models one by one"):
-            serve_on(grid_of([]), config, tmp_path / "server", reads_data=False)
+            serve_on(grid_of([]), config, tmp_path / "server", server_evaluation=False)

@@ -139,7 +139,7 @@ def test_a_run_reports_them_and_ends_as_without(tmp_path: Path) -> None:
     model = save_model(tmp_path / "model")
     settings = ("federation.rounds=1", "evaluation.max_examples=2")
     for name in ("plain", "diagnosed"):
-        given = [*settings, f"evaluation.diagnosis={'true' if name == 'diagnosed' else 'false'}"]
+        given = [*settings, f"evaluation.diagnostics={'true' if name == 'diagnosed' else 'false'}"]
         config = small_config(model, *given, base="flame/tiny-tasks")
         experiment.run(config, tmp_path / name)
     records = [one for one in RunLog(tmp_path / "diagnosed").read() if isinstance(one, ObservationRecord)]
@@ -155,10 +155,10 @@ def test_a_run_reports_them_and_ends_as_without(tmp_path: Path) -> None:
     secure = small_config(
         model,
         *settings,
-        "evaluation.diagnosis=true",
+        "evaluation.diagnostics=true",
         "privacy.unit=client",
         "privacy.noise_multiplier=1",
         base="fedit/tiny-tasks",
     )
-    with pytest.raises(ConfigError, match=r"evaluation\.diagnosis compares single uploads"):
+    with pytest.raises(ConfigError, match=r"evaluation\.diagnostics compares single uploads"):
         prepare(secure, tmp_path / "private")

@@ -142,7 +142,7 @@ def everybody_is_accounted_for(outcome: Outcome) -> None:
 
 def test_without_faults_nothing_is_recorded_but_the_uploads(play, method, state):
     engine = Scripted()
-    outcome = play(engine, deadline_seconds=60.0, retries=2, late="next_round", upload_limit_bytes=10**9)
+    outcome = play(engine, deadline_seconds=60.0, retries=2, straggler_policy="next_round", upload_limit_bytes=10**9)
     everybody_is_accounted_for(outcome)
     assert engine.asked == [([0, 1, 2, 3, 4, 5], Terms(60.0, None))]
     assert outcome.accepted == [0, 1, 2, 3, 4, 5]
@@ -239,7 +239,7 @@ def test_who_answers_nothing_at_all_is_rejected(play):
 
 def test_over_selection_closes_with_the_wanted_number(play, method):
     engine = Scripted(speed=[5, 3, 0, 1, 2, 4])
-    outcome = play(engine, participation=0.5, over_selection=0.5)
+    outcome = play(engine, client_fraction=0.5, over_selection=0.5)
     everybody_is_accounted_for(outcome)
     assert len(outcome.asked) == 5
     assert [terms for _, terms in engine.asked] == [Terms(None, 3)]
@@ -251,24 +251,24 @@ def test_over_selection_closes_with_the_wanted_number(play, method):
 
 
 def test_over_selection_asks_everybody_at_most_and_is_no_new_draw_where_it_is_off(play):
-    everybody = play(Scripted(), participation=0.5, over_selection=9.0)
+    everybody = play(Scripted(), client_fraction=0.5, over_selection=9.0)
     assert everybody.asked == CLIENTS
     assert len(everybody.accepted) == 3
-    plain = play(Scripted(), participation=0.5)
-    assert plain.asked == play(Scripted(), participation=0.5, over_selection=0.0).asked
+    plain = play(Scripted(), client_fraction=0.5)
+    assert plain.asked == play(Scripted(), client_fraction=0.5, over_selection=0.0).asked
     assert len(plain.asked) == 3
 
 
 def test_the_quorum_is_of_the_wanted_not_of_the_asked(play):
-    five = play(Scripted(), participation=0.5, over_selection=1.0, quorum=1.0)
+    five = play(Scripted(), client_fraction=0.5, over_selection=1.0, quorum=1.0)
     assert len(five.asked) == 6
     assert len(five.accepted) == 3
     with pytest.raises(QuorumError, match="2 of 3 clients"):
-        play(Scripted(dict.fromkeys(range(4), GONE)), participation=0.5, over_selection=1.0, quorum=1.0)
+        play(Scripted(dict.fromkeys(range(4), GONE)), client_fraction=0.5, over_selection=1.0, quorum=1.0)
 
 
 def test_over_selection_makes_up_for_failures(play, method):
-    outcome = play(Scripted({0: GONE, 1: GONE, 2: 7.0}), participation=0.5, over_selection=1.0, quorum=1.0)
+    outcome = play(Scripted({0: GONE, 1: GONE, 2: 7.0}), client_fraction=0.5, over_selection=1.0, quorum=1.0)
     everybody_is_accounted_for(outcome)
     assert outcome.accepted == [3, 4, 5]
     assert outcome.unneeded == [0, 1, 2]
@@ -277,7 +277,7 @@ def test_over_selection_makes_up_for_failures(play, method):
 def test_a_retry_of_an_over_selected_round_asks_for_what_is_missing(play, method):
     engine = Scripted({1: "nan"}, speed=[0, 1, 2, 3, 4, 5])
     engine.script = ({0: GONE, 1: GONE, 2: GONE, 3: GONE},)
-    outcome = play(engine, participation=0.5, over_selection=1.0, retries=1)
+    outcome = play(engine, client_fraction=0.5, over_selection=1.0, retries=1)
     assert engine.asked[1] == ([0, 1, 2, 3], Terms(None, 1))
     assert outcome.accepted == [0, 4, 5]
     everybody_is_accounted_for(outcome)
@@ -288,7 +288,7 @@ def test_an_engine_that_delivers_more_than_enough_adds_nothing(play, method, mon
         def train(self, method, model, tasks, terms=WAIT_FOR_ALL):
             return super().train(method, model, tasks)
 
-    outcome = play(Generous(), participation=0.5, over_selection=1.0)
+    outcome = play(Generous(), client_fraction=0.5, over_selection=1.0)
     everybody_is_accounted_for(outcome)
     assert method.seen == [(ROUND, index) for index in (0, 1, 2)]
     assert outcome.unneeded == [3, 4, 5]
@@ -297,7 +297,7 @@ def test_an_engine_that_delivers_more_than_enough_adds_nothing(play, method, mon
 @pytest.mark.parametrize("where", ["early", "extra"])
 def test_nothing_is_aggregated_twice(play, method, state, model, task, where):
     twin = delivered(method, model, task(ROUND, 2), 100.0)
-    outcome = play(Scripted(**{where: [twin]}), late="next_round")
+    outcome = play(Scripted(**{where: [twin]}), straggler_policy="next_round")
     everybody_is_accounted_for(outcome)
     assert sorted(method.seen) == [(ROUND, index) for index in range(6)]
     (stray,) = outcome.strays
@@ -312,7 +312,7 @@ def test_a_late_upload_is_dropped_unless_the_rules_say_otherwise(play, method, m
     dropped = play(engine)
     assert dropped.strays == [Stray(ROUND - 1, 2, size_bytes(late.upload), "it is 1 round(s) late")]
     assert method.seen == [(ROUND, index) for index in (0, 1, 3, 4, 5)]
-    kept = play(Scripted({2: GONE}, early=[late]), late="next_round")
+    kept = play(Scripted({2: GONE}, early=[late]), straggler_policy="next_round")
     assert kept.strays == [Stray(ROUND - 1, 2, size_bytes(late.upload))]
     assert method.seen == [*((ROUND, index) for index in (0, 1, 3, 4, 5)), (ROUND - 1, 2)]
     assert moved(kept, state) == pytest.approx((1 + 2 + 4 + 5 + 6 + 50) / 6, abs=1e-4)
@@ -321,9 +321,9 @@ def test_a_late_upload_is_dropped_unless_the_rules_say_otherwise(play, method, m
 
 
 def test_a_late_upload_of_a_client_that_is_not_asked_now_is_kept_too(play, method, model, task):
-    (absent, *_) = {0, 1, 2, 3, 4, 5} - {c.index for c in play(Scripted(), participation=0.5).asked}
+    (absent, *_) = {0, 1, 2, 3, 4, 5} - {c.index for c in play(Scripted(), client_fraction=0.5).asked}
     late = delivered(method, model, task(ROUND - 1, absent))
-    outcome = play(Scripted(early=[late]), participation=0.5, late="next_round")
+    outcome = play(Scripted(early=[late]), client_fraction=0.5, straggler_policy="next_round")
     assert (ROUND - 1, absent) == method.seen[-1]
     assert len(outcome.accepted) == 3
     assert absent not in outcome.traffic
@@ -344,7 +344,7 @@ def test_a_late_upload_that_something_stands_in_for_is_dropped(
     play, method, model, task, state, age, accepted_before, reason
 ):
     late = delivered(method, model, task(ROUND - age, 2), 50.0)
-    outcome = play(Scripted(early=[late]), accepted_before, late="next_round")
+    outcome = play(Scripted(early=[late]), accepted_before, straggler_policy="next_round")
     assert [stray.dropped for stray in outcome.strays] == [reason]
     assert (outcome.strays[0].round, outcome.strays[0].client) == (ROUND - age, 2)
     assert method.seen == [(ROUND, index) for index in range(6)]
@@ -353,7 +353,7 @@ def test_a_late_upload_that_something_stands_in_for_is_dropped(
 
 def test_of_two_late_uploads_of_one_client_the_second_is_dropped(play, method, model, task):
     late = [delivered(method, model, task(ROUND - 1, 2), value) for value in (50.0, 60.0)]
-    outcome = play(Scripted({2: GONE}, early=late), late="next_round")
+    outcome = play(Scripted({2: GONE}, early=late), straggler_policy="next_round")
     assert sorted(stray.dropped for stray in outcome.strays) == [
         "",
         "the client's upload of round 4 was aggregated already",
@@ -363,7 +363,7 @@ def test_of_two_late_uploads_of_one_client_the_second_is_dropped(play, method, m
 
 def test_a_late_upload_is_validated_against_its_own_task(play, method, model, task):
     broken = delivered(method, model, task(ROUND - 1, 2), float("inf"))
-    outcome = play(Scripted({2: GONE}, early=[broken]), late="next_round")
+    outcome = play(Scripted({2: GONE}, early=[broken]), straggler_policy="next_round")
     assert "NaN or infinity" in outcome.strays[0].dropped
     assert (ROUND - 1, 2) not in method.seen
 
@@ -371,19 +371,19 @@ def test_a_late_upload_is_validated_against_its_own_task(play, method, model, ta
 def test_late_uploads_do_not_make_a_quorum(play, method, model, task):
     late = [delivered(method, model, task(ROUND - 1, index)) for index in range(4)]
     with pytest.raises(QuorumError, match="2 of 6"):
-        play(Scripted(dict.fromkeys(range(4), GONE), early=late), late="next_round")
+        play(Scripted(dict.fromkeys(range(4), GONE), early=late), straggler_policy="next_round")
 
 
 def test_a_late_failure_says_nothing_new(play, method, model, task):
     gone = Delivery(task(ROUND - 1, 2), None, method.plan(model, CLIENTS[2].budget), failure=GONE)
-    outcome = play(Scripted(early=[gone]), late="next_round")
+    outcome = play(Scripted(early=[gone]), straggler_policy="next_round")
     assert outcome.strays == []
     assert outcome.accepted == [0, 1, 2, 3, 4, 5]
 
 
 def test_an_upload_of_somebody_who_was_not_asked_is_dropped(play, method, model, task):
-    (absent, *_) = {0, 1, 2, 3, 4, 5} - {c.index for c in play(Scripted(), participation=0.5).asked}
-    outcome = play(Scripted(early=[delivered(method, model, task(ROUND, absent))]), participation=0.5)
+    (absent, *_) = {0, 1, 2, 3, 4, 5} - {c.index for c in play(Scripted(), client_fraction=0.5).asked}
+    outcome = play(Scripted(early=[delivered(method, model, task(ROUND, absent))]), client_fraction=0.5)
     assert [(stray.client, stray.dropped) for stray in outcome.strays] == [
         (absent, "the client was not asked in this round")
     ]
@@ -402,7 +402,7 @@ def test_the_same_faults_give_the_same_round(play, method, model, task):
     def once() -> Outcome:
         late = [delivered(method, model, task(ROUND - 1, index), 9.5) for index in (4, 1)]
         engine = Scripted({0: GONE, 1: "nan", 4: 60.0}, {4: GONE}, early=late, speed=[5, 4, 3, 2, 1, 0])
-        return play(engine, late="next_round", retries=1, participation=0.8, over_selection=0.2)
+        return play(engine, straggler_policy="next_round", retries=1, client_fraction=0.8, over_selection=0.2)
 
     one, two = once(), once()
     assert (one.accepted, one.rejected, one.strays, one.retried) == (

@@ -19,7 +19,7 @@ CLIENTS = [ClientInfo(index, Budget("all", 0, 2), 1) for index in range(3)]
 
 
 def accounts(folder: Path, *, real: bool = False, **settings: object) -> PrivacyAccounts:
-    given = {"unit": "client", "noise": "central", "noise_multiplier": 8.0, **settings}
+    given = {"unit": "client", "trust_model": "central", "noise_multiplier": 8.0, **settings}
     rules = PrivacyRules(PrivacySettings.model_validate(given), TrainingSettings(steps=1), 3, 3, 1)
     attempts = count()
     attempt = (lambda: f"-{next(attempts)}") if real else str
@@ -55,7 +55,7 @@ def test_a_budget_reaches_for_whole_rounds(tmp_path: Path, real: bool) -> None:
 
 @pytest.mark.parametrize(("real", "noise", "paid"), [(True, "local", 2), (True, "central", 1), (False, "local", 1)])
 def test_a_further_attempt_is_paid_before_it_begins(tmp_path: Path, real: bool, noise: str, paid: int) -> None:
-    books = accounts(tmp_path, real=real, noise=noise)
+    books = accounts(tmp_path, real=real, trust_model=noise)
     books.charge(1, CLIENTS[:2], CLIENTS)
     assert books.again(1, CLIENTS[:1]) == CLIENTS[:1]
     assert [sum(each.times for each in books.ledger.releases(client.name).values()) for client in CLIENTS] == [
@@ -66,7 +66,7 @@ def test_a_further_attempt_is_paid_before_it_begins(tmp_path: Path, real: bool, 
 
 
 def test_who_cannot_afford_a_further_attempt_is_not_asked(tmp_path: Path) -> None:
-    books = accounts(tmp_path, real=True, noise="local", max_epsilon=epsilon([Release(4.0, 2)], 1e-5))
+    books = accounts(tmp_path, real=True, trust_model="local", max_epsilon=epsilon([Release(4.0, 2)], 1e-5))
     books.charge(1, CLIENTS, CLIENTS)
     books.charge(1, CLIENTS[:1], CLIENTS)
     assert books.again(1, CLIENTS) == CLIENTS[1:]

@@ -185,7 +185,7 @@ def test_an_upload_that_never_came_needs_no_reason(method, state, model):
 
 def test_an_upload_beyond_the_norm_limit_is_left_out(method, state, model):
     honest = torch.cat([tensor.reshape(-1) for tensor in plus(Payload(state.tensors), 3).tensors.values()]).norm()
-    rules = FederationSettings(norm_limit=1.5 * float(honest))
+    rules = FederationSettings(max_update_norm=1.5 * float(honest))
     outcome = play(method, state, model, Scripted({3: lambda payload: plus(payload, 100)}), rules)
     assert moved(outcome, state) == pytest.approx(2.0, abs=1e-6)
     assert "beyond the limit of" in outcome.rejected[3]
@@ -203,7 +203,7 @@ def test_below_the_quorum_the_round_fails_and_the_state_is_as_it_was(method, sta
 
 
 def test_only_the_sampled_clients_are_asked_and_counted(method, state, model):
-    rules = FederationSettings(participation=0.5, quorum=1.0)
+    rules = FederationSettings(client_fraction=0.5, quorum=1.0)
     engine = Scripted()
     outcome = play(method, state, model, engine, rules)
     drawn = sample(5, CLIENTS, 0.5, seed=3)

@@ -45,7 +45,7 @@ def test_every_client_is_drawn_about_equally_often():
 
 @pytest.mark.parametrize("participation", [0.0, -0.1, 1.01, float("nan")])
 def test_a_participation_out_of_range_is_refused(participation):
-    with pytest.raises(ConfigError, match="participation must be above 0 and at most 1"):
+    with pytest.raises(ConfigError, match="client_fraction must be above 0 and at most 1"):
         sample(1, clients(4), participation, seed=0)
 
 
@@ -93,7 +93,7 @@ def test_no_valid_upload_is_never_enough():
 )
 def test_over_selection_asks_more_rounded_up_and_at_most_all(participation, over_selection, asked):
     assert len(sample(1, clients(10), participation, 0, over_selection=over_selection)) == asked
-    wanted = FederationSettings(clients=10, participation=participation).wanted_uploads
+    wanted = FederationSettings(clients=10, client_fraction=participation).wanted_uploads
     assert wanted == len(sample(1, clients(10), participation, 0))
 
 

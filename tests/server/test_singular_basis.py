@@ -23,7 +23,7 @@ from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, SMALL, Federation, client
 from tests.oracles import guild as oracle
 
-STEPS = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=3, clip_norm=1.0)
+STEPS = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=3, max_grad_norm=1.0)
 ALONE: dict[str, Any] = {"rank": 2, "mix": 0}
 
 

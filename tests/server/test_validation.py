@@ -74,7 +74,7 @@ def test_the_norm_limit_is_on_all_tensors_together():
     check_upload(upload(), EXPECTED, client="client-007", norm_limit=11**0.5 + 1e-6)
     message = refusal(upload(), norm_limit=3.3)
     assert message == (
-        "the upload's norm is 3.31662, beyond the limit of 3.3 (federation.norm_limit); "
+        "the upload's norm is 3.31662, beyond the limit of 3.3 (federation.max_update_norm); "
         "most of it is in 'adapter/a' (2.44949)."
     )
 

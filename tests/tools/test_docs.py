@@ -305,7 +305,7 @@ def test_the_tables_of_the_english_model_are_on_data_where_pretraining_shows() -
     measured = english.read_records(recording.RECORDS / "english")
     for plan in recording.plans():
         configs = [cell.config() for cell in plan.cells_by_place.values()]
-        for corpus in {config.data.corpus for config in configs if config.model.path == "english"}:
+        for corpus in {config.data.dataset for config in configs if config.model.path == "english"}:
             gained = english.gain([record for record in measured if record.task == corpus], "accuracy")
             assert gained is not None, f"{plan.name}: nobody measured what {corpus} gains from pre-training."
             assert gained.is_certain, f"{plan.name}: on {corpus} random weights may do as well."
@@ -655,7 +655,7 @@ def test_a_column_may_be_read_from_the_runs_of_a_longer_one(
     [
         ({"columns": {"rounds-16": ["evaluation.every=3"]}}, "not evaluated after round 4, but every 3 rounds"),
         ({"columns": {"rounds-4": ["training.batch_size=3"]}}, "differ in more than the number of rounds"),
-        ({"columns": {"rounds-16": ["evaluation.every=4", "evaluation.diagnosis=true"]}}, "differ in more than the"),
+        ({"columns": {"rounds-16": ["evaluation.every=4", "evaluation.diagnostics=true"]}}, "differ in more than the"),
         ({"settings": ["training.round_schedule=cosine"]}, "schedule is over all rounds"),
         ({"longer": {"rounds-16": "rounds-4"}}, "not evaluated after round 16"),
         ({"longer": {"rounds-4": "rounds-32"}}, "settings of rounds-32, no column of it"),
@@ -673,7 +673,7 @@ def test_a_run_is_the_beginning_of_a_longer_one(preset: str, tmp_path: Path) -> 
     """What a record has of two rounds is the same, to the last bit, when three rounds were run; but for its seconds."""
     small = ["federation.clients=4", "training.steps=2", "evaluation.max_examples=3", "evaluation.perplexity=true"]
     small += ["evaluation.clients=true", "evaluation.trained=true", "evaluation.received=true"]
-    small += ["evaluation.initial=false", "training.batch_size=2"]
+    small += ["evaluation.eval_on_start=false", "training.batch_size=2"]
     found = []
     for rounds in (2, 3):
         settings = [*small, f"federation.rounds={rounds}", "evaluation.every=2"]

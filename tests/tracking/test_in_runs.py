@@ -17,7 +17,7 @@ from tests.tracking.runs import Memory, Series, offer
 SMALL = (
     "federation.rounds=2",
     "federation.clients=3",
-    "federation.participation=1",
+    "federation.client_fraction=1",
     "evaluation.max_examples=2",
     "tracking=[memory]",
 )

@@ -76,7 +76,7 @@ def test_attacks_on_a_round(config: Config, tmp_path: Path) -> None:
         return lambda request: TRAIN[attacks[request.round, client]][0] if (request.round, client) in attacks else None
 
     hostile = [attacking("train", attack(client), client) for client in SEVERAL]
-    driven = drive(five(config, rounds=last), tmp_path, hostile, reads_data=True)
+    driven = drive(five(config, rounds=last), tmp_path, hostile, server_evaluation=True)
     assert driven.error is None
     assert len(driven.rounds) == last
     assert {(number, client) for number, rejected in driven.rejected.items() for client in rejected} == attacks.keys()
@@ -93,7 +93,8 @@ def test_no_client_decides_by_a_number_of_tokens_which_experts_the_run_uses(conf
     once, entropies = changed(config, "federation", rounds=1), []
     claim = saying(tokens=10**13, frequency=[[1.0] * 4 + [0.0] * 4] * 2)
     for attack in (None, claim):
-        driven = drive(once, tmp_path / str(attack is None), [attacking("train", lambda _: attack)], reads_data=True)  # noqa: B023
+        hostile = [attacking("train", lambda _: attack)]  # noqa: B023
+        driven = drive(once, tmp_path / str(attack is None), hostile, server_evaluation=True)
         assert driven.accepted == {1: [0, 1, 2]}
         (routing,) = (record for record in driven.records if isinstance(record, RoutingRecord))
         entropies.append(routing.normalised_entropy)
@@ -106,7 +107,7 @@ def test_attacks_on_the_question_who_a_client_is(config: Config, tmp_path: Path)
     """From many connections with one key; the last one is honest, and takes part."""
     next_attack = each_once(HELLO)
     hostile = attacking("hello", next_attack, nodes=len(HELLO) + 1)
-    driven = drive(config, tmp_path, [hostile], reads_data=True)
+    driven = drive(config, tmp_path, [hostile], server_evaluation=True)
     assert driven.error is None
     refused = [line for line in driven.lines if "client-002 cannot take part" in line or "did not identify" in line]
     assert len(refused) >= len(HELLO)
@@ -143,7 +144,7 @@ def test_values_that_no_decomposition_bears(method: str, config: Config, tmp_pat
         patch.setattr("fedguild.setup.protection.LARGEST_VALUE", 3.3e38)
         hostile = attacking("train", lambda request: filled(3e38))
         other = config_of(config.model.path, f"{method}/tiny-tasks")
-        driven = drive(other, tmp_path, [hostile], reads_data=True)
+        driven = drive(other, tmp_path, [hostile], server_evaluation=True)
     assert driven.error is None
     assert driven.accepted == {1: [0, 1], 2: [0, 1]}
     says(driven.rejected[1][HOSTILE], "the aggregate with it")

@@ -116,7 +116,7 @@ def again(
     evaluation = config.evaluation.model_copy(update={"every": 999})
     quick = config.model_copy(update={"evaluation": evaluation, "federation": plain})
     sizes = {} if secure else SIZES
-    return drive(quick, folder, [client(index) for index in HOSTILE], reads_data=True, sizes=sizes)
+    return drive(quick, folder, [client(index) for index in HOSTILE], server_evaluation=True, sizes=sizes)
 
 
 def fuzz(config: Config, folder: Path, seed: int, *, deliver: bool = False, nodes: int = NODES) -> Counter[str]:
@@ -125,7 +125,7 @@ def fuzz(config: Config, folder: Path, seed: int, *, deliver: bool = False, node
     fuzzer = Fuzzer(seed, nodes, secure=secure)
     clients = [fuzzer.client(index) for index in (HOSTILE[-1:] if secure else HOSTILE)]
     sizes = {} if secure else SIZES
-    driven = drive(config, folder / "fuzzed", clients, deliver=deliver, sizes=sizes, reads_data=secure)
+    driven = drive(config, folder / "fuzzed", clients, deliver=deliver, sizes=sizes, server_evaluation=secure)
     if driven.error is not None:
         raise driven.error
     assert len(driven.rounds) == config.federation.rounds

@@ -96,7 +96,7 @@ def test_in_a_secure_run_nobody_takes_part_whose_weight_is_not_its_own(tmp_path:
 
 def test_a_large_client_does_not_end_a_secure_run(config: Config, tmp_path: Path) -> None:
     secure = changed(config, "federation", secure=True, clients=4, rounds=1)
-    driven = drive(secure, tmp_path, [HostileClient(2, claiming(10**8))], reads_data=True)
+    driven = drive(secure, tmp_path, [HostileClient(2, claiming(10**8))], server_evaluation=True)
     assert driven.error is None
     assert driven.accepted == {1: [0, 1, 3]}
     assert any("client-002 cannot take part: it would weigh itself by 100000000" in line for line in driven.lines)
@@ -117,13 +117,13 @@ def test_a_claim_of_10_to_the_8_examples_does_not_make_the_aggregate_its_own(con
     """Its upload weighs at most ten times the median's, and what the operator pinned if so."""
     one = changed(config, "federation", rounds=1)
     hostile = HostileClient(2, claiming(10**8))
-    driven = drive(one, tmp_path / "capped", [hostile], reads_data=True)
+    driven = drive(one, tmp_path / "capped", [hostile], server_evaluation=True)
     weights = [record.examples for record in driven.records if isinstance(record, ClientRecord)]
     assert weights[2] == 10 * sorted(weights)[1]
     assert any("client-002 says that it has 100000000 training examples" in line for line in driven.lines)
-    honest = drive(one, tmp_path / "honest", reads_data=True)
+    honest = drive(one, tmp_path / "honest", server_evaluation=True)
     true = [record.examples for record in honest.records if isinstance(record, ClientRecord)]
-    pinned = drive(one, tmp_path / "pinned", [hostile], reads_data=True, sizes={2: true[2]})
+    pinned = drive(one, tmp_path / "pinned", [hostile], server_evaluation=True, sizes={2: true[2]})
     assert honest.state is not None
     assert pinned.state is not None
     for name, value in honest.state.tensors.items():

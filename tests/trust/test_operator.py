@@ -37,13 +37,15 @@ def doing(client: int, round: int, deed: Callable[[], object]) -> HostileClient:
 def test_a_run_that_is_stopped_goes_on_to_the_same_bits(config: Config, tmp_path: Path) -> None:
     three = changed(config, "federation", rounds=3)
     state = tmp_path / "stopped" / "state"
-    stopped = drive(three, tmp_path / "stopped", [doing(0, 2, lambda: request_stop(state, "a test"))], reads_data=True)
+    stopped = drive(
+        three, tmp_path / "stopped", [doing(0, 2, lambda: request_stop(state, "a test"))], server_evaluation=True
+    )
     assert isinstance(stopped.error, StoppedError)
     assert [record.round for record in stopped.rounds] == [1, 2], "it stops when it next waits for a client"
     assert not stop_is_requested(state)
     assert holder(stopped.folder) is None
-    again = drive(three, tmp_path / "stopped", reads_data=True)
-    whole = drive(three, tmp_path / "whole", reads_data=True)
+    again = drive(three, tmp_path / "stopped", server_evaluation=True)
+    whole = drive(three, tmp_path / "whole", server_evaluation=True)
     assert again.error is None
     assert again.state is not None
     assert whole.state is not None
@@ -53,8 +55,8 @@ def test_a_run_that_is_stopped_goes_on_to_the_same_bits(config: Config, tmp_path
 def test_a_second_loop_on_the_run_is_refused_and_the_first_goes_on(config: Config, tmp_path: Path) -> None:
     """And what the first one's clients have uploaded stays where it is."""
     errors: list[Exception | None] = []
-    second = doing(1, 1, lambda: errors.append(drive(config, tmp_path, reads_data=True).error))
-    driven = drive(config, tmp_path, [second], reads_data=True)
+    second = doing(1, 1, lambda: errors.append(drive(config, tmp_path, server_evaluation=True).error))
+    driven = drive(config, tmp_path, [second], server_evaluation=True)
     assert driven.error is None
     assert isinstance(errors[0], CheckpointError)
     says(str(errors[0]), "is in use by process", "since")
@@ -64,7 +66,7 @@ def test_a_second_loop_on_the_run_is_refused_and_the_first_goes_on(config: Confi
 def test_a_key_that_is_revoked_while_a_run_goes_on(config: Config, tmp_path: Path) -> None:
     """What its client uploads is not used any more, even if it had been asked before."""
     revoke = doing(2, 1, lambda: Revocations(tmp_path / "state").add("client-002"))
-    driven = drive(config, tmp_path, [revoke], reads_data=True)
+    driven = drive(config, tmp_path, [revoke], server_evaluation=True)
     assert driven.error is None
     assert driven.rejected[1] == {2: "its key was revoked"}
     assert driven.rejected[2] == {2: "it is not connected"}
@@ -85,7 +87,7 @@ def test_what_came_before_a_key_was_revoked_is_not_used_either(config: Config, t
         return honest()
 
     once = changed(config, "federation", retries=1, rounds=1)
-    driven = drive(once, tmp_path, [HostileClient(2, second)], reads_data=True)
+    driven = drive(once, tmp_path, [HostileClient(2, second)], server_evaluation=True)
     assert driven.error is None
     assert len(asked) == 2
     assert driven.rejected == {1: {0: "its key was revoked"}}
@@ -162,7 +164,7 @@ def open_to_others(folder: Path) -> dict[str, str]:
 def test_everything_of_a_run_belongs_to_its_user_alone_and_nothing_is_left_half_written(
     config: Config, tmp_path: Path
 ) -> None:
-    driven = drive(config, tmp_path / "server", reads_data=True)
+    driven = drive(config, tmp_path / "server", server_evaluation=True)
     assert not open_to_others(tmp_path / "server")
     assert not [path for path in driven.folder.rglob("*") if path.suffix in (".part", ".upload")]
 

@@ -25,7 +25,7 @@ from tests.trust.test_attacks import attacking, changed
 
 
 def test_an_upload_of_1e30_is_rejected_and_its_sender_is_the_one_who_is(config: Config, tmp_path: Path) -> None:
-    driven = drive(config, tmp_path, [attacking("train", lambda request: filled(1e30))], reads_data=True)
+    driven = drive(config, tmp_path, [attacking("train", lambda request: filled(1e30))], server_evaluation=True)
     assert driven.error is None
     assert driven.accepted == {1: [0, 1], 2: [0, 1]}
     assert driven.state is not None
@@ -35,7 +35,7 @@ def test_an_upload_of_1e30_is_rejected_and_its_sender_is_the_one_who_is(config: 
 def test_a_change_of_a_thousand_times_the_others_is_rejected_where_four_upload(config: Config, tmp_path: Path) -> None:
     larger = uploading(lambda tensors: {name: value + 50.0 for name, value in tensors.items()})
     four = changed(config, "federation", clients=4)
-    driven = drive(four, tmp_path, [attacking("train", lambda request: larger)], reads_data=True)
+    driven = drive(four, tmp_path, [attacking("train", lambda request: larger)], server_evaluation=True)
     assert driven.error is None
     assert driven.accepted == {1: [0, 1, 3], 2: [0, 1, 3]}
     says(driven.rejected[1][2], "beyond 10 times the round's median", "federation.norm_factor")
@@ -47,8 +47,8 @@ def test_an_honest_federation_of_four_rejects_nobody_and_computes_what_a_simulat
     """By the plain mean and by a robust one, which is another."""
     states = []
     for robust in ("none", "median"):
-        four, folder = changed(config, "federation", clients=4, robust=robust), tmp_path / robust
-        driven = drive(four, folder / "real", reads_data=True)
+        four, folder = changed(config, "federation", clients=4, aggregator=robust), tmp_path / robust
+        driven = drive(four, folder / "real", server_evaluation=True)
         experiment.run(four, folder / "simulated")
         assert not any(driven.rejected.values())
         assert_same(replace(ended(driven.folder), memory={}), replace(ended(folder / "simulated"), memory={}))
@@ -68,11 +68,11 @@ def test_an_honest_federation_of_four_rejects_nobody_and_computes_what_a_simulat
 )
 def test_a_robust_mean_is_refused_where_there_is_none(method: str, reason: str, config: Config) -> None:
     base = {"fedit": "fedit/tiny-tasks-ranks"}.get(method, f"{method}/tiny-tasks")
-    other = config_of(config.model.path, base, "federation.robust=trimmed_mean")
+    other = config_of(config.model.path, base, "federation.aggregator=trimmed_mean")
     model = model_of(other)
     with pytest.raises(ConfigError) as caught:
         check_fit(fitted(method_of(other), other, model), other, model)
-    says(str(caught.value), "federation.robust is trimmed_mean", reason, "federation.norm_factor")
+    says(str(caught.value), "federation.aggregator is trimmed_mean", reason, "federation.norm_factor")
 
 
 @pytest.mark.parametrize(
@@ -95,10 +95,10 @@ def test_a_client_whose_download_was_poisoned_is_not_blamed(
         return filled(float("nan"))(honest()) if request.kind == "train" else honest()
 
     config = config_of(config.model.path, f"{method}/tiny-tasks", "evaluation.pooled=false")
-    begun = drive(config, tmp_path, reads_data=True)
+    begun = drive(config, tmp_path, server_evaluation=True)
     poison_round_one(begun.folder, config, value)
     nobody = [HostileClient(index, fail) for index in range(3)]
-    driven = drive(config, tmp_path, nobody, reads_data=True)
+    driven = drive(config, tmp_path, nobody, server_evaluation=True)
     assert isinstance(driven.error, QuorumError)
     says(str(driven.error), verdict, "resume --round")
 
@@ -119,7 +119,7 @@ def poison_round_one(folder: Path, config: Config, value: float) -> None:
 
 
 def run_of(config: Config, folder: Path) -> Config:
-    config = changed(config, "federation", rounds=4, keep_checkpoints=3)
+    config = changed(config, "federation", rounds=4, save_total_limit=3)
     experiment.run(config, folder)
     return config
 

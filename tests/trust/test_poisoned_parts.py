@@ -104,7 +104,7 @@ def test_no_part_of_an_upload_poisons_the_state(method: str, config: Config, tmp
     huge, far = Poisoner(lambda part: HUGE), Poisoner(lambda part: 1.0 if part in shares else FAR)
     driven = drive(
         config, tmp_path, [HostileClient(SENDS_HUGE, huge.answer), HostileClient(SENDS_FAR, far.answer)],
-        reads_data=True,
+        server_evaluation=True,
     )  # fmt: skip
     assert driven.error is None
     for number, part in huge.filled.items():

@@ -58,7 +58,7 @@ DATA = "$DATA"
 """Stands in the plan for the folder of `--data`, and in the records too."""
 USUAL_DATA = ROOT.parent / "shared" / "data"
 """The folder of the data sets where none is given and this one exists."""
-OF_LENGTH = ("federation.rounds=", "evaluation.every=", "evaluation.initial=")
+OF_LENGTH = ("federation.rounds=", "evaluation.every=", "evaluation.eval_on_start=")
 """Settings of how long a run is, which leave a round as long as it was, nearly."""
 
 
@@ -364,14 +364,14 @@ def require_longer(what: str, short: Config, long: Config) -> None:
         raise SystemExit(f"{what}, which is not evaluated after round {rounds}, but every {every} rounds.")
     if short.training.round_schedule != "constant":
         raise SystemExit(f"{what}, but the learning rate's schedule is over all rounds of a run.")
-    if short.evaluation.diagnosis != long.evaluation.diagnosis or _but_for_length(short) != _but_for_length(long):
+    if short.evaluation.diagnostics != long.evaluation.diagnostics or _but_for_length(short) != _but_for_length(long):
         raise SystemExit(f"{what}, but their settings differ in more than the number of rounds.")
 
 
 def _but_for_length(config: Config) -> str:
     """Returns the fingerprint of a config's settings but for how long it runs and when it is evaluated."""
     federation = config.federation.model_copy(update={"rounds": 1})
-    evaluation = config.evaluation.model_copy(update={"every": 1, "initial": False})
+    evaluation = config.evaluation.model_copy(update={"every": 1, "eval_on_start": False})
     return config.model_copy(update={"federation": federation, "evaluation": evaluation}).fingerprint()
 
 
@@ -468,7 +468,7 @@ def run(plan: Plan, jobs: int, rows: Sequence[str] = (), *, discard: bool = Fals
     known = {record.fingerprint: record for record in valid_records()}
     for one in missing:
         # The diagnosis is no part of the fingerprint, as it changes nothing but what is observed.
-        if one.fingerprint in known and not one.cell.config.evaluation.diagnosis:
+        if one.fingerprint in known and not one.cell.config.evaluation.diagnostics:
             same = known[one.fingerprint]
             print(f"recorded {one.record_as(same).relative_to(ROOT)}, the run of {same.table}", flush=True)
     missing = [one for one in missing if not one.is_recorded()]
@@ -578,7 +578,7 @@ class Listing:
                     keys.add(config.fingerprint())
                 if self._places.get(record_path(RECORDS, plan.name, column, row, seed)) in keys:
                     yield "recorded", config.federation.rounds
-                elif keys & self._known and not config.evaluation.diagnosis:
+                elif keys & self._known and not config.evaluation.diagnostics:
                     yield "shared", config.federation.rounds
                 else:
                     yield "missing", 0 if column in plan.longer else config.federation.rounds

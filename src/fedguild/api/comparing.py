@@ -10,6 +10,7 @@ from fedguild.api.inputs import gather
 from fedguild.api.launch import Launch, ProgressOf, Tell, say_nothing, silent
 from fedguild.api.run_grid import SEEDS, Cell, Row, RunGrid, plan_grid, table_rows
 from fedguild.config import ShippedTable, Table, table_cells, tables
+from fedguild.config.renamed import answers_old_arguments
 from fedguild.config.table import ONLY_COLUMN
 from fedguild.errors import ConfigError, nearest
 from fedguild.results import Comparison
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from fedguild.runs.folder import Run
 
 
+@answers_old_arguments
 def compare(
     configs: str | Sequence[Given],
     *overrides: str,
@@ -35,7 +37,7 @@ def compare(
     metrics: Mapping[str, Metric] | None = None,
     callbacks: Iterable[Callback] = (),
     jobs: int = 1,
-    engine: Literal["local", "ray"] = "local",
+    launcher: Literal["local", "ray"] = "local",
     address: str | None = None,
     cores: int = 1,
     progress: ProgressOf = silent,
@@ -57,10 +59,10 @@ def compare(
         output: Folder for all the runs; by default `runs/compare`, or `runs/TABLE` for a table.
         dataset: As in `run`, for every config.
         partition: As in `run`, for every config.
-        metrics: As in `run`; with one job on the engine `local` only.
-        callbacks: As in `run`; with one job on the engine `local` only.
+        metrics: As in `run`; with one job and the launcher `local` only.
+        callbacks: As in `run`; with one job and the launcher `local` only.
         jobs: Runs at the same time, each in a process with its share of the CPU cores.
-        engine: `local`: on this machine; `ray`: each run as a task of a Ray cluster.
+        launcher: `local`: on this machine; `ray`: each run as a task of a Ray cluster.
         address: The Ray cluster; None to start Ray on this machine.
         cores: With `ray`, CPU cores of each run.
         progress: Returns the receiver of a run's progress reports by the run's title; with one job only.
@@ -80,7 +82,7 @@ def compare(
         (['fedit-tiny-tasks-ranks', 'flame-tiny-tasks'], ['row', 'score', 'seed', 'value', 'difference'])
     """
     given = gather(dataset, partition, metrics, callbacks)
-    launch = Launch(jobs, engine, address, cores, progress, tell)
+    launch = Launch(jobs, launcher, address, cores, progress, tell)
     folder = Path(output) if output else default_folder(configs)
     content: Table | None = None
     if isinstance(configs, str):

@@ -167,16 +167,16 @@ def draft(answers: Answers, file: Path) -> str:
         *([] if small else ["  dtype: bfloat16".ljust(34) + "# float32 on a CPU"]),
         "",
         "data:",
-        f"  corpus: {data.corpus}".ljust(34) + "# `instructions` reads any table of instructions and responses",
+        f"  dataset: {data.corpus}".ljust(34) + "# `instructions` reads any table of instructions and responses",
         *([f"  train: {_text(data.train)}"] if data.train else []),
         *([f"  options: {_flow(data.options)}"] if data.options else []),
-        f"  max_tokens: {256 if small else 512}".ljust(34) + "# longer texts lose the beginning of their prompt",
+        f"  max_length: {256 if small else 512}".ljust(34) + "# longer texts lose the beginning of their prompt",
         *_partition(answers, pad),
         "",
         "federation:",
         f"  clients: {answers.clients}",
         f"  rounds: {3 if small else 10}",
-        "  participation: 1.0".ljust(34) + "# share of the clients that each round asks",
+        "  client_fraction: 1.0".ljust(34) + "# share of the clients that each round asks",
         "  budgets:".ljust(34) + "# tiers of clients, in turn; `share: 2` gives a tier twice as many",
         *_budgets(answers.budgets, experts),
         *(
@@ -216,7 +216,7 @@ def check(text: str, file: Path) -> Config:
 
     config = load_config({**parse(text, str(file)), "name": _name(file)})
     check_config(config)
-    if config.data.train is None and corpus_spec(config.data.corpus).generate is None:
+    if config.data.train is None and corpus_spec(config.data.dataset).generate is None:
         return config
     if config.data.train is None or Path(config.data.train).expanduser().exists():
         prepare_data(config)

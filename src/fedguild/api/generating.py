@@ -118,5 +118,5 @@ def open_generator(
     """Returns the generator of a run's model; arguments and errors as in `load_model`."""
     model, experiment = load_attached(folder, subject_of(budget, client), round)
     data = experiment.config.data
-    template = data.template or corpus_spec(data.corpus).template
+    template = data.template or corpus_spec(data.dataset).template
     return Generator(model, template, experiment.backbone.info.seq2seq)

@@ -94,9 +94,9 @@ def gather(
     data: dict[str, Any] = {}
     files: dict[str, bytes] = {}
     if isinstance(dataset, (str, Path)):
-        data |= {"corpus": "instructions", "train": str(dataset), "test": None}
+        data |= {"dataset": "instructions", "train": str(dataset), "test": None}
     elif dataset is not None:
-        data |= {"corpus": "instructions", "train": None, "test": None}
+        data |= {"dataset": "instructions", "train": None, "test": None}
         for split, rows in rows_of(dataset).items():
             file, content = as_file(rows)
             files[file] = content

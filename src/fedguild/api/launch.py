@@ -45,7 +45,7 @@ class Launch:
 
     Attributes:
         jobs: How many run at the same time on this machine; if more than one, each in its own process.
-        engine: `local`, or `ray`: as many at a time as the cluster has room for.
+        launcher: `local`, or `ray`: as many at a time as the cluster has room for.
         address: The Ray cluster's; None to start Ray on this machine.
         cores: With `ray`, CPU cores of each run, and its threads; with GPUs each run has one to itself.
         progress: Returns the receiver of a cell's progress reports, where it runs in this process.
@@ -53,11 +53,11 @@ class Launch:
         may_diverge: Whether a cell whose training diverges is told and left, now and when it is met again.
 
     Raises:
-        ConfigError: there is no such engine, or no run could go on.
+        ConfigError: there is no such launcher, or no run could go on.
     """
 
     jobs: int = 1
-    engine: Literal["local", "ray"] = "local"
+    launcher: Literal["local", "ray"] = "local"
     address: str | None = None
     cores: int = 1
     progress: ProgressOf = silent
@@ -65,15 +65,15 @@ class Launch:
     may_diverge: bool = False
 
     def __post_init__(self) -> None:
-        if self.engine not in ("local", "ray"):
-            raise ConfigError(f"There is no engine '{self.engine}' for several runs.", "Known: local, ray.")
+        if self.launcher not in ("local", "ray"):
+            raise ConfigError(f"There is no launcher '{self.launcher}' for several runs.", "Known: local, ray.")
         if self.jobs < 1:
             raise ConfigError(f"At least one run goes on at a time, but jobs is {self.jobs}.")
 
     @property
     def is_here(self) -> bool:
         """Whether the cells run in this process."""
-        return self.engine == "local" and self.jobs == 1
+        return self.launcher == "local" and self.jobs == 1
 
     def complete(self, grid: RunGrid) -> None:
         """Completes the runs of a grid, after writing which they are.
@@ -83,7 +83,7 @@ class Launch:
             FedGuildError: a run failed; those that were under way have been stopped and can be resumed.
         """
         if not self.is_here and grid.inputs.has_functions:
-            where = "on Ray" if self.engine == "ray" else "with more than one job"
+            where = "on Ray" if self.launcher == "ray" else "with more than one job"
             raise ConfigError(
                 f"Metrics and callbacks that are given in Python cannot be used {where}: other processes lack them.",
                 "Use one job on this machine, or install them as plug-ins (docs/guides/plug-ins.md).",
@@ -104,7 +104,7 @@ class Launch:
                 self._run_here(cell, inputs)
         elif left:
             hand_over(left, inputs)
-            (_on_ray if self.engine == "ray" else _in_processes)(left, self)
+            (_on_ray if self.launcher == "ray" else _in_processes)(left, self)
 
     def settle(self, cell: Cell, problem: str, hint: str) -> None:
         """Raises the problem of a cell that ended elsewhere, or tells it, if the cell may diverge and did."""

@@ -50,7 +50,7 @@ def profile(
         examples: Training examples of a client; by default as the data deals them if it is generated or on this
             machine, else the config's cap, or 1000.
         tokens: Tokens of a forward pass; by default `training.batch_size` sequences.
-        context: Tokens of a sequence; by default `data.max_tokens`.
+        context: Tokens of a sequence; by default `data.max_length`.
         wire_dtype: Dtype that numbers on the wire are counted in, `fp32` or `bf16`.
         checkpointing: Whether activations are recomputed; by default as the config says.
         tell: Receives a line for every option whose value differs from the config or the default.
@@ -195,7 +195,7 @@ def _cut(config: Config, data: PreparedData) -> Cut | None:
     from fedguild.model.pretrained import load_tokenizer
     from fedguild.setup import cut_of, encoded_texts
 
-    model, longest = config.model, config.data.max_tokens
+    model, longest = config.model, config.data.max_length
     if model.path not in PACKAGED and not Path(model.path).exists():
         return None
     tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedguild.config.renamed import answers_old_arguments
 from fedguild.errors import ConfigError
 from fedguild.results import RunResult
 
@@ -50,13 +51,14 @@ def load_model(
     return model  # type: ignore[no-any-return]
 
 
+@answers_old_arguments
 def export_model(
     run: str | Path | RunResult,
     output: str | Path,
     budget: str | None = None,
     client: str | None = None,
     *,
-    form: Form = "peft",
+    format: Form = "peft",
     round: int | None = None,
 ) -> Exported:
     """Writes a model of a run in a form that other programs load.
@@ -71,7 +73,7 @@ def export_model(
         output: The folder to write; new or empty.
         budget: Name of the budget whose active experts the global model runs; by default the largest.
         client: Name of the client whose own model it is, `client-000`, in place of the global model.
-        form: The form.
+        format: The form.
         round: The round to take it from; the last by default.
 
     Returns:
@@ -86,13 +88,13 @@ def export_model(
 
     Examples:
         >>> import fedguild
-        >>> exported = fedguild.export_model("runs/first", "model", budget="b4", form="merged")
-        >>> exported.form, (exported.folder / "config.json").is_file()
+        >>> exported = fedguild.export_model("runs/first", "model", budget="b4", format="merged")
+        >>> exported.format, (exported.folder / "config.json").is_file()
         ('merged', True)
     """
     from fedguild.export.run import export
 
-    return export(folder_of(run), subject_of(budget, client), Path(output), form, round=round)
+    return export(folder_of(run), subject_of(budget, client), Path(output), format, round=round)
 
 
 def folder_of(run: str | Path | RunResult) -> Path:

@@ -46,7 +46,7 @@ def profile_config(
         config: The config; data on the hub is not read.
         examples: Training examples of a client; None for 1000; see `known_examples`.
         tokens: Tokens of one forward pass; None for `training.batch_size` sequences.
-        context: Length of a sequence; None for `data.max_tokens`, the maximum.
+        context: Length of a sequence; None for `data.max_length`, the maximum.
         wire_dtype: The dtype that a number on the wire is counted as: the wire carries fp32, papers count bf16.
         checkpointing: Whether activations are recomputed; None as the config says.
         tell: Receives a line for every option whose value differs from the config or the default.
@@ -65,7 +65,7 @@ def profile_config(
     budgets = budgets_of(config, model)
     if tell is not None:
         tell_fitted(given, method, tell)
-    context_tokens = context or config.data.max_tokens
+    context_tokens = context or config.data.max_length
     work = Workload(
         examples=examples or EXAMPLES,
         tokens=tokens or config.training.batch_size * context_tokens,
@@ -103,10 +103,10 @@ def known_examples(config: Config) -> int | None:
     """Returns how many training examples a client has; None if only data on the hub would tell.
 
     Data that is generated or on this machine is read and dealt as for a run, and the mean over the clients counts; of
-    data on the hub, the config's caps say how many a client has at most.
+    data on the hub, the config's limits say how many a client has at most.
     """
-    data, caps = config.data, config.data.split.caps
-    generated = corpus_spec(data.corpus).generate is not None and data.train is None
+    data = config.data
+    generated = corpus_spec(data.dataset).generate is not None and data.train is None
     here = data.train is not None and not data.train.startswith(GIVEN) and Path(data.train).exists()
     if (generated or here) and not data.partition.scheme.startswith(GIVEN):
         try:
@@ -115,6 +115,6 @@ def known_examples(config: Config) -> int | None:
             sizes = []  # `fedguild partition` and `run` say what is wrong with it
         if sizes:
             return max(1, round(sum(sizes) / len(sizes)))
-    if caps.train is not None:
-        return caps.train
-    return None if data.limit is None else max(1, data.limit // config.federation.clients)
+    if data.split.max_train_samples is not None:
+        return data.split.max_train_samples
+    return None if data.max_samples is None else max(1, data.max_samples // config.federation.clients)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from fedguild.api.models import folder_of, subject_of
+from fedguild.config.renamed import answers_old_arguments
 from fedguild.errors import ConfigError, FedGuildError, first_line
 from fedguild.layout import CONFIG
 from fedguild.results import RunResult
@@ -15,13 +16,14 @@ if TYPE_CHECKING:
     from fedguild.export.run import Form
 
 
+@answers_old_arguments
 def push(
     run: str | Path | RunResult,
     to: str,
     *,
     budget: str | None = None,
     client: str | None = None,
-    form: Form = "peft",
+    format: Form = "peft",
     round: int | None = None,
     public: bool = False,
 ) -> str:
@@ -34,7 +36,7 @@ def push(
         to: The repository, `user/name`; created where it does not exist.
         budget: Name of the budget whose active experts the global model runs; by default the largest.
         client: Name of the client whose own model it is, in place of the global model.
-        form: As in `fedguild export`. An adapter whose base model is not on the hub is pushed merged.
+        format: As in `fedguild export`. An adapter whose base model is not on the hub is pushed merged.
         round: The round to take it from; the last by default.
         public: Whether everybody may read the repository.
 
@@ -64,20 +66,20 @@ def push(
 
     folder = folder_of(run)
     with tempfile.TemporaryDirectory() as temporary:
-        exported = export(folder, subject, Path(temporary) / "model", _pushable(folder, form), round=round)
+        exported = export(folder, subject, Path(temporary) / "model", _pushable(folder, format), round=round)
         card = exported.folder / FILE
         here = "`folder` is the path of this folder."
         card.write_text(card.read_text("utf-8").replace(here, f'`folder` is `"{to}"`, this repository.'), "utf-8")
         return str(_asked(to, _upload, api, to, exported.folder, public))
 
 
-def _pushable(folder: Path, form: Form) -> Form:
+def _pushable(folder: Path, format: Form) -> Form:
     """Returns the form, or `merged` for an adapter whose base model is on this machine only."""
-    from fedguild.config import load_config
+    from fedguild.config import load_saved
 
     written = folder / CONFIG
-    on_disk = written.is_file() and not _on_hub(load_config(str(written)).model.path)
-    return "merged" if form in ("peft", "per-expert") and on_disk else form
+    on_disk = written.is_file() and not _on_hub(load_saved(written).model.path)
+    return "merged" if format in ("peft", "per-expert") and on_disk else format
 
 
 def _on_hub(path: str) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from fedguild.api.inputs import Inputs
-from fedguild.config import Config, TableCell, load_config
+from fedguild.config import Config, TableCell, load_saved
 from fedguild.config.explaining import Layer
 from fedguild.config.loading import Given
 from fedguild.config.table import ONLY_COLUMN
@@ -71,7 +71,7 @@ class Cell:
         """
         if not has_begun(self.folder):
             return "absent"
-        if load_config(str(self.folder / CONFIG)).fingerprint() != self.config.fingerprint():
+        if load_saved(self.folder / CONFIG).fingerprint() != self.config.fingerprint():
             raise ConfigError(
                 f"{self.folder} holds a run with settings other than {self.config.name}, seed {self.config.seed}.",
                 "Give another --output, or remove that folder.",

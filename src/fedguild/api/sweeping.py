@@ -13,6 +13,7 @@ from fedguild.api.inputs import gather
 from fedguild.api.launch import Launch, ProgressOf, Tell, say_nothing, silent
 from fedguild.api.run_grid import SEEDS, Row, RunGrid, plan_grid
 from fedguild.config.explaining import Layer
+from fedguild.config.renamed import answers_old_arguments
 from fedguild.errors import ConfigError, DivergedError
 from fedguild.results import Sweep, divergence
 
@@ -27,6 +28,7 @@ _CLOSING = {"[": "]", "{": "}", "(": ")"}
 _LONGEST_NAME = 80
 
 
+@answers_old_arguments
 def sweep(
     config: Given,
     *settings: str,
@@ -37,7 +39,7 @@ def sweep(
     metrics: Mapping[str, Metric] | None = None,
     callbacks: Iterable[Callback] = (),
     jobs: int = 1,
-    engine: Literal["local", "ray"] = "local",
+    launcher: Literal["local", "ray"] = "local",
     address: str | None = None,
     cores: int = 1,
     progress: ProgressOf = silent,
@@ -59,10 +61,10 @@ def sweep(
         output: Folder for all the runs; by default `runs/sweep-NAME`, the name being the config's.
         dataset: As in `run`.
         partition: As in `run`.
-        metrics: As in `run`; with one job on the engine `local` only.
-        callbacks: As in `run`; with one job on the engine `local` only.
+        metrics: As in `run`; with one job and the launcher `local` only.
+        callbacks: As in `run`; with one job and the launcher `local` only.
         jobs: Runs at the same time, each in a process with its share of the CPU cores.
-        engine: `local`: on this machine; `ray`: each run as a task of a Ray cluster.
+        launcher: `local`: on this machine; `ray`: each run as a task of a Ray cluster.
         address: The Ray cluster; None to start Ray on this machine.
         cores: With `ray`, CPU cores of each run.
         progress: Returns the receiver of a run's progress reports by the run's title; with one job only.
@@ -80,7 +82,7 @@ def sweep(
         (['1', '2'], 'validation')
     """
     given = gather(dataset, partition, metrics, callbacks)
-    launch = Launch(jobs, engine, address, cores, progress, tell, may_diverge=True)
+    launch = Launch(jobs, launcher, address, cores, progress, tell, may_diverge=True)
     fixed, swept = divide(settings)
     base = given.config(config, fixed)
     asked = any(text.partition("=")[0].strip() in ("evaluation.split", "evaluation") for text in fixed)

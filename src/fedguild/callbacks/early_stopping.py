@@ -17,7 +17,7 @@ class EarlyStopping:
     """A callback that stops a run after `patience` evaluations without a better score.
 
     It has no memory of its own: it looks at the run's history only, so a resumed run stops where an uninterrupted one
-    does. The score before training (round 0) counts, unless `evaluation.initial` is false.
+    does. The score before training (round 0) counts, unless `evaluation.eval_on_start` is false.
 
     Attributes:
         monitor: A budget (`b1`), or a mean: `mean`, `mtal`, `trained`, `received`, `pooled`; `auto`: the first of

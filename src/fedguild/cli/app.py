@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
+from click import NoSuchOption
 from typer.core import TyperGroup
 
 import fedguild
@@ -33,6 +34,7 @@ from fedguild.cli import (
 )
 from fedguild.cli.example_command import ExampleCommand
 from fedguild.cli.output import explain
+from fedguild.config.renamed import OPTIONS
 from fedguild.errors import DivergedError, FedGuildError
 
 USER_ERROR = 2
@@ -59,6 +61,11 @@ class _ReportingGroup(TyperGroup):
                 traceback.print_exception(error)
             explain(f"Error: {error.message}", error.hint)
             raise typer.Exit(DIVERGED if isinstance(error, DivergedError) else USER_ERROR) from error
+        except NoSuchOption as error:
+            if error.option_name in OPTIONS:
+                explain(f"Error: {error.option_name} is now called {OPTIONS[error.option_name]}.")
+                raise typer.Exit(USER_ERROR) from error
+            raise
         except KeyboardInterrupt as error:
             resume_with = ctx.obj.resume_with if ctx.obj else ""
             explain("Interrupted.", f"Continue from the last complete round with: {resume_with}" if resume_with else "")

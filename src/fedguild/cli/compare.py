@@ -10,11 +10,11 @@ import typer
 import fedguild
 from fedguild.cli.options import (
     AddressOption,
-    CellEngine,
-    CellEngineOption,
     CoresOption,
     JobsOption,
     JsonOption,
+    Launcher,
+    LauncherOption,
     is_setting,
     parsed_seeds,
 )
@@ -30,7 +30,7 @@ EXAMPLES = (
     "fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks --seeds 0,1,2",
     "fedguild compare flame/tiny-dolly fedit/tiny-dolly data.train=dolly.jsonl --output runs/dolly",
     "fedguild compare ub-smoe/table-4-tiny --jobs 2",
-    "fedguild compare ub-smoe/table-4 --engine ray --address auto --output /shared/table-4",
+    "fedguild compare ub-smoe/table-4 --launcher ray --address auto --output /shared/table-4",
     "fedguild compare flame/table-2 --rows flame,trivial --columns dolly-0.5 --seeds 0 data.train=dolly.jsonl",
 )
 
@@ -66,7 +66,7 @@ def command(
         ),
     ] = None,
     jobs: JobsOption = 1,
-    engine: CellEngineOption = CellEngine.LOCAL,
+    launcher: LauncherOption = Launcher.LOCAL,
     address: AddressOption = None,
     cores: CoresOption = 1,
     watch: WatchOption = False,
@@ -98,7 +98,7 @@ def command(
             columns=_parts(columns),
             output=folder,
             jobs=jobs,
-            engine=engine.value,
+            launcher=launcher.value,
             address=address,
             cores=cores,
             progress=lambda title: TerminalProgress(title=title),

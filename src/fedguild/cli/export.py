@@ -35,7 +35,7 @@ def command(
             "--client", help="Export a client's own model instead, for example client-000.", show_default=False
         ),
     ] = "",
-    form: Annotated[
+    format: Annotated[
         Literal["peft", "per-expert", "merged", "code"],
         typer.Option(
             "--format",
@@ -53,10 +53,11 @@ def command(
     merged form is written, and where the method acts beside the weights (UB-SMoE, FedAMoLE, PFL-MoE) a checkpoint with
     modelling code of its own.
     """
-    if merged and form in ("per-expert", "code"):
-        raise ConfigError(f"--merged and --format {form} contradict each other.", "Give one of the two.")
-    wanted = "merged" if merged else form
-    exported = fedguild.export_model(folder, output, budget or None, client or None, form=wanted, round=round)
+    if merged and format in ("per-expert", "code"):
+        raise ConfigError(f"--merged and --format {format} contradict each other.", "Give one of the two.")
+    exported = fedguild.export_model(
+        folder, output, budget or None, client or None, format="merged" if merged else format, round=round
+    )
     if exported.reason:
         note(f"This is {exported.reason}.")
     note(exported.audience)

@@ -36,7 +36,7 @@ def _examples(*lines: str) -> str:
     cls=ExampleCommand,
     epilog=_examples(
         "fedguild federation init union --clients 3 --config fedit/tiny-tasks",
-        "fedguild federation init union --clients 3 --own-data data.corpus=alpaca data.train=own.json",
+        "fedguild federation init union --clients 3 --own-data data.dataset=alpaca data.train=own.json",
         "fedguild federation init union --clients 5 --config flame/tiny-tasks --address guild.example.org:9443 seed=1",
     ),
 )

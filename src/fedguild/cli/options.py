@@ -33,8 +33,8 @@ RunFolderArgument = Annotated[Path, typer.Argument(metavar="FOLDER", help="The f
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
-class CellEngine(StrEnum):
-    """Engine that executes the runs of a comparison or a sweep."""
+class Launcher(StrEnum):
+    """What starts the runs of a comparison or a sweep."""
 
     LOCAL = "local"
     RAY = "ray"
@@ -46,8 +46,8 @@ JobsOption = Annotated[
         "--jobs", "-j", min=1, help="Runs at the same time, each in a process with its share of the CPU cores."
     ),
 ]
-CellEngineOption = Annotated[
-    CellEngine, typer.Option("--engine", help="local: on this machine; ray: each run as a task of a Ray cluster.")
+LauncherOption = Annotated[
+    Launcher, typer.Option("--launcher", help="local: on this machine; ray: each run as a task of a Ray cluster.")
 ]
 AddressOption = Annotated[
     str | None,

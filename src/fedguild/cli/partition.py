@@ -57,7 +57,7 @@ def _tell_lost(shares: Partition) -> None:
     for sentence in dropped_sentences(shares.dropped):
         note(sentence)
     if shares.cut is None:
-        note("The tokenizer is not on this machine, so `fedguild run` counts the texts longer than data.max_tokens.")
+        note("The tokenizer is not on this machine, so `fedguild run` counts the texts longer than data.max_length.")
     for sentence in shares.cut.sentences() if shares.cut else ():
         note(sentence)
 

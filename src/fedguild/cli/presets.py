@@ -99,7 +99,7 @@ class _Chosen:
             for preset in presets()
             if method in (None, preset.method.name)
             and _contains(preset.model, model, "model", "path")
-            and _contains(preset.data, data, "data", "corpus")
+            and _contains(preset.data, data, "data", "dataset")
         ]
         if not found:
             asked = ", ".join(filter(None, (method, model and f"model {model}", data and f"data {data}")))

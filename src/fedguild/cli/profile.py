@@ -40,7 +40,7 @@ def command(
         ),
     ] = None,
     context: Annotated[
-        int | None, typer.Option("--context", min=1, help="Tokens of a sequence; by default data.max_tokens.")
+        int | None, typer.Option("--context", min=1, help="Tokens of a sequence; by default data.max_length.")
     ] = None,
     tokens: Annotated[
         int | None,

@@ -25,7 +25,7 @@ def command(
     client: Annotated[
         str, typer.Option("--client", help="Push a client's own model instead, for example client-000.")
     ] = "",
-    form: Annotated[
+    format: Annotated[
         Literal["peft", "per-expert", "merged", "code"],
         typer.Option("--format", help="As in `fedguild export`; merged if the base model is not on the hub."),
     ] = "peft",
@@ -34,5 +34,7 @@ def command(
 ) -> None:
     """Push a run's model with its card to the Hugging Face hub, into a private repository unless --public is given."""
     typer.echo(
-        fedguild.push(folder, to, budget=budget or None, client=client or None, form=form, round=round, public=public)
+        fedguild.push(
+            folder, to, budget=budget or None, client=client or None, format=format, round=round, public=public
+        )
     )

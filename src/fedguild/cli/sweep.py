@@ -10,12 +10,12 @@ import typer
 import fedguild
 from fedguild.cli.options import (
     AddressOption,
-    CellEngine,
-    CellEngineOption,
     ConfigArgument,
     CoresOption,
     JobsOption,
     JsonOption,
+    Launcher,
+    LauncherOption,
     config_and_settings,
     parsed_seeds,
 )
@@ -49,7 +49,7 @@ def command(
         typer.Option("--output", "-o", help="Folder for all the runs; by default runs/sweep-NAME.", metavar="PATH"),
     ] = None,
     jobs: JobsOption = 1,
-    engine: CellEngineOption = CellEngine.LOCAL,
+    launcher: LauncherOption = Launcher.LOCAL,
     address: AddressOption = None,
     cores: CoresOption = 1,
     watch: WatchOption = False,
@@ -73,7 +73,7 @@ def command(
             seeds=parsed_seeds(seeds) or (),
             output=folder,
             jobs=jobs,
-            engine=engine.value,
+            launcher=launcher.value,
             address=address,
             cores=cores,
             progress=lambda title: TerminalProgress(title=title),

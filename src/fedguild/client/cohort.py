@@ -418,8 +418,8 @@ class Step:
         """
         if not self.is_update:
             return
-        if self.cohort.settings.clip_norm is not None:
-            self.cohort.optimizer.clip(self.cohort.settings.clip_norm)
+        if self.cohort.settings.max_grad_norm is not None:
+            self.cohort.optimizer.clip(self.cohort.settings.max_grad_norm)
         self.cohort.optimizer.step(self._rates, updated)
 
     def _report(self, sums: Tensor, counts: list[int]) -> None:

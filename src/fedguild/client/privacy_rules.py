@@ -138,7 +138,7 @@ class PrivacyRules:
                 "Sampling: every example enters a step independently with the same probability (Poisson), drawn in "
                 "secret by the client.",
             ]
-        elif settings.noise == "local":
+        elif settings.trust_model == "local":
             neighbour = "any other of the same size, which is public" if self.sizes_are_public else "any other"
             lines = [
                 f"All of a client's training data is protected (replaced by {neighbour}), by noise that the client "
@@ -172,7 +172,7 @@ class PrivacyRules:
 
     @cached_property
     def _batch(self) -> int:
-        return self.training.batch_size * self.training.accumulation
+        return self.training.batch_size * self.training.gradient_accumulation_steps
 
     def _sigma(self, examples: int) -> float:
         settings = self.settings
@@ -184,7 +184,7 @@ class PrivacyRules:
         """Returns some rounds' release; a change of both neighbours' contributions is twice as large as of one."""
         if self.per_example:
             return Release(sigma, rounds * self.steps(examples), self.probability(examples))
-        if self.settings.noise == "local":
+        if self.settings.trust_model == "local":
             return Release(sigma / 2, rounds)
         if self.settings.sampling == "secret":
             return Release(sigma / 2, rounds, drawn=self.wanted, drawn_from=self.clients)

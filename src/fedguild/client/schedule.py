@@ -16,7 +16,7 @@ def steps_in_round(examples: int, settings: TrainingSettings) -> int:
     """Returns the number of optimizer steps in a round of a client with this number of examples."""
     if settings.steps is not None:
         return settings.steps
-    per_epoch = math.ceil(math.ceil(examples / settings.batch_size) / settings.accumulation)
+    per_epoch = math.ceil(math.ceil(examples / settings.batch_size) / settings.gradient_accumulation_steps)
     return max(1, round((settings.epochs or 0) * per_epoch))
 
 
@@ -36,10 +36,10 @@ def plan_steps(examples: int, settings: TrainingSettings, rng: np.random.Generat
     total = steps_in_round(examples, settings)
     steps: list[list[list[int]]] = []
     for batches in _epochs(examples, settings, rng):
-        for start in range(0, len(batches), settings.accumulation):
+        for start in range(0, len(batches), settings.gradient_accumulation_steps):
             if len(steps) == total:
                 return steps
-            steps.append(batches[start : start + settings.accumulation])
+            steps.append(batches[start : start + settings.gradient_accumulation_steps])
     raise AssertionError("unreachable: the epochs never end")
 
 
@@ -57,9 +57,9 @@ def learning_rate(settings: TrainingSettings, step: int, total: int, round_index
     if step < warm:
         return peak * (step + 1) / warm
     done = (step - warm) / max(1, total - warm)
-    if settings.schedule == "linear":
+    if settings.lr_scheduler == "linear":
         return peak * (1 - done)
-    if settings.schedule == "cosine":
+    if settings.lr_scheduler == "cosine":
         return peak * 0.5 * (1 + math.cos(math.pi * done))
     return peak
 

@@ -6,7 +6,7 @@ section (`TrainingSettings`, `FederationSettings`, `SplitSettings`).
 """
 
 from fedguild.config.composing import Axes, Part, Preset, axes, find_preset, presets
-from fedguild.config.loading import load_config
+from fedguild.config.loading import load_config, load_saved
 from fedguild.config.schema import Config
 from fedguild.config.table import ShippedTable, Table, TableCell, table_cells, tables
 
@@ -21,6 +21,7 @@ __all__ = [
     "axes",
     "find_preset",
     "load_config",
+    "load_saved",
     "presets",
     "table_cells",
     "tables",

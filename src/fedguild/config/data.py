@@ -47,14 +47,6 @@ class PartitionSettings(Section):
         return scheme
 
 
-class CapSettings(Section):
-    """Maximum number of examples in each part of a client's data; null keeps all."""
-
-    train: int | None = Field(default=None, ge=1, description="Maximum training examples per client; null: all.")
-    validation: int | None = Field(default=None, ge=1, description="Maximum validation examples per client; null: all.")
-    test: int | None = Field(default=None, ge=1, description="Maximum test examples per client; null: all.")
-
-
 class SplitSettings(Section):
     """Split of each client's examples into training, validation and test."""
 
@@ -67,7 +59,13 @@ class SplitSettings(Section):
         description="client: every client holds out a share of its own examples; corpus: the source's test "
         "split, from which a client's own test follows its label distribution.",
     )
-    caps: CapSettings = Field(default_factory=CapSettings, description="Caps on the size of each part.")
+    max_train_samples: int | None = Field(
+        default=None, ge=1, description="Maximum training examples per client; null: all."
+    )
+    max_validation_samples: int | None = Field(
+        default=None, ge=1, description="Maximum validation examples per client; null: all."
+    )
+    max_test_samples: int | None = Field(default=None, ge=1, description="Maximum test examples per client; null: all.")
 
     @model_validator(mode="after")
     def _leave_something_to_train(self) -> Self:
@@ -85,8 +83,8 @@ class SplitSettings(Section):
 class DataSettings(Section):
     """The corpus, its prompt template, and its partition over the clients."""
 
-    corpus: str = Field(
-        default="tasks", min_length=1, description="Name of a corpus; `tasks` generates its examples itself."
+    dataset: str = Field(
+        default="tasks", min_length=1, description="Name of a data set; `tasks` generates its examples itself."
     )
     train: str | None = Field(
         default=None,
@@ -97,10 +95,10 @@ class DataSettings(Section):
         default=None, description="Test data, given like `train`; null: the test split of the source, if it has one."
     )
     template: str | None = Field(default=None, description="Prompt template; null: the corpus's usual one.")
-    limit: int | None = Field(
+    max_samples: int | None = Field(
         default=None, ge=1, description="Maximum number of examples read from each of train and test; null: all."
     )
-    max_tokens: int = Field(
+    max_length: int = Field(
         default=512,
         ge=8,
         description="Longest training text in tokens; of longer ones, the start of the prompt is cut off.",

@@ -12,15 +12,15 @@ from fedguild.errors import ConfigError
 from fedguild.score_names import SCORES
 
 
-def wanted_count(clients: int, participation: float) -> int:
-    """Returns the number of uploads that a round wants: participation * clients, a half rounded up, at least 1.
+def wanted_count(clients: int, client_fraction: float) -> int:
+    """Returns the number of uploads that a round wants: client_fraction * clients, a half rounded up, at least 1.
 
     Raises:
-        ConfigError: participation is out of range.
+        ConfigError: client_fraction is out of range.
     """
-    if not 0.0 < participation <= 1.0:
-        raise ConfigError(f"participation must be above 0 and at most 1, but is {participation}.")
-    return max(math.floor(participation * clients + 0.5), 1)
+    if not 0.0 < client_fraction <= 1.0:
+        raise ConfigError(f"client_fraction must be above 0 and at most 1, but is {client_fraction}.")
+    return max(math.floor(client_fraction * clients + 0.5), 1)
 
 
 class BudgetSettings(Section):
@@ -102,7 +102,7 @@ class FederationSettings(Section):
 
     clients: int = Field(default=8, ge=1, description="Number of clients.")
     rounds: int = Field(default=6, ge=1, description="Number of communication rounds.")
-    participation: float = Field(
+    client_fraction: float = Field(
         default=1.0, gt=0, le=1, description="Target share of the clients whose uploads a round aggregates."
     )
     quorum: float = Field(
@@ -114,7 +114,7 @@ class FederationSettings(Section):
     over_selection: float = Field(
         default=0.0,
         ge=0,
-        description="Extra clients asked to train, as a share of the target set by `participation`; the round closes "
+        description="Extra clients asked to train, as a share of the target set by `client_fraction`; the round closes "
         "as soon as the target number have delivered.",
     )
     deadline_seconds: float | None = Field(
@@ -126,7 +126,7 @@ class FederationSettings(Section):
     retries: int = Field(
         default=0, ge=0, description="How often clients that failed are asked again in the same round."
     )
-    late: Literal["drop", "next_round"] = Field(
+    straggler_policy: Literal["drop", "next_round"] = Field(
         default="drop",
         description="What happens to an upload that arrives one round late; drop: it is discarded; next_round: it is "
         "aggregated in that round, unless its client has delivered a newer one.",
@@ -143,7 +143,7 @@ class FederationSettings(Section):
     cohort_size: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto", description="Clients trained in one forward and backward pass; auto: as many as memory holds."
     )
-    codec: Literal["fp32", "bf16", "int8"] = Field(
+    wire_dtype: Literal["fp32", "bf16", "int8"] = Field(
         default="fp32",
         description="Encoding of large tensors on the wire: fp32: exact; bf16: rounded; int8: rounded, with a scale "
         "per row. The same on every engine, and reflected in the byte counts.",
@@ -154,7 +154,7 @@ class FederationSettings(Section):
         min_length=1,
         description="Compute tiers, largest first; clients are assigned to them in turn, in proportion to `share`.",
     )
-    norm_limit: float | None = Field(
+    max_update_norm: float | None = Field(
         default=None,
         gt=0,
         description="Maximum L2 norm of an upload; uploads beyond it are rejected. null: no limit.",
@@ -164,7 +164,7 @@ class FederationSettings(Section):
         description="Largest norm of the change that an upload makes, as a multiple of the round's median, part by "
         "part, in rounds with at least 4 uploads; auto: 10 with real clients, none in a simulation. null: no bound.",
     )
-    robust: Literal["none", "trimmed_mean", "median", "clipped"] = Field(
+    aggregator: Literal["none", "trimmed_mean", "median", "clipped"] = Field(
         default="none",
         description="Estimate in place of the mean over the clients, for methods whose aggregate is one: per value the "
         "mean without the extremes, or the median, both with equal weights; or the weighted mean of changes that are "
@@ -214,7 +214,7 @@ class FederationSettings(Section):
         description="beta, the server's momentum, for methods whose aggregate is a mean: the share of the last round's "
         "step that is added to this round's mean change before eta; 0: none.",
     )
-    keep_checkpoints: int = Field(default=2, ge=1, description="Number of rounds whose checkpoints stay on disk.")
+    save_total_limit: int = Field(default=2, ge=1, description="Number of rounds whose checkpoints stay on disk.")
 
     @model_validator(mode="after")
     def _name_each_budget_once(self) -> Self:
@@ -227,7 +227,7 @@ class FederationSettings(Section):
     @property
     def wanted_uploads(self) -> int:
         """Number of uploads that a round with all clients wants; see `wanted_count`."""
-        return wanted_count(self.clients, self.participation)
+        return wanted_count(self.clients, self.client_fraction)
 
     def budget_per_client(self) -> tuple[BudgetSettings, ...]:
         """Returns each client's tier, in client order.

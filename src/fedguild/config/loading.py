@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from fedguild.config.composing import find_preset, unknown_preset
 from fedguild.config.explaining import Layer, explained
+from fedguild.config.renamed import refuse_old_names, with_new_names
 from fedguild.config.schema import Config
 from fedguild.config.yaml_reading import parse, parse_file
 from fedguild.errors import ConfigError
@@ -43,6 +44,22 @@ def load_config(given: Given, overrides: Sequence[str] = (), *, between: Sequenc
     above = [replace(layer, settings=_written_out(layer.settings)) for layer in between]
     below, name = _given_layers(given)
     layers = [*below, *above, *map(_override_layer, overrides)]
+    for layer in layers:
+        refuse_old_names(layer.settings, layer.source)
+    return _validated(layers, name)
+
+
+def load_saved(path: Path) -> Config:
+    """Returns the config that a run wrote into its folder; runs of 0.3 had other names.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not a config.
+    """
+    layers = [replace(layer, settings=with_new_names(layer.settings)) for layer in _file_layers(path, ())]
+    return _validated(layers, default_name(path))
+
+
+def _validated(layers: Sequence[Layer], name: str) -> Config:
     settings: dict[str, Any] = {"name": name}
     for layer in layers:
         settings = _merged(settings, layer.settings)
@@ -161,7 +178,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 def _still_valid(section: str, lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns a section's lower settings without the options of a method or corpus that the upper ones replace."""
-    choice = {"method": "name", "data": "corpus"}.get(section)
+    choice = {"method": "name", "data": "dataset"}.get(section)
     if choice is None or choice not in lower or upper.get(choice, lower[choice]) == lower[choice]:
         return lower
     return {} if section == "method" else {name: value for name, value in lower.items() if name != "options"}

@@ -20,7 +20,7 @@ class PrivacySettings(Section):
         description="What is protected; none: no differential privacy; client: all of a client's data, by noise on its "
         "clipped change; example: one training example, by DP-SGD in the client's training.",
     )
-    noise: Literal["central", "local"] = Field(
+    trust_model: Literal["central", "local"] = Field(
         default="local",
         description="Who adds the noise where the unit is a client; local: the client, before anything leaves it; "
         "central: the server, which is trusted with the uploads. The noise of the unit example is always the client's.",
@@ -29,7 +29,7 @@ class PrivacySettings(Section):
         default=1.0,
         gt=0,
         description="C, the L2 norm that a client's change, or an example's gradient, is clipped to; with the unit "
-        "example it takes the place of training.clip_norm.",
+        "example it takes the place of training.max_grad_norm.",
     )
     noise_multiplier: float | None = Field(
         default=None,
@@ -61,7 +61,7 @@ class PrivacySettings(Section):
         gt=0,
         le=1,
         description="Unit example: probability with which an example enters a step; null: training.batch_size times "
-        "training.accumulation over the client's number of examples, which must then be public.",
+        "training.gradient_accumulation_steps over the client's number of examples, which must then be public.",
     )
     public: tuple[Literal["sizes", "scores"], ...] = Field(
         default=(),
@@ -72,7 +72,7 @@ class PrivacySettings(Section):
     @property
     def is_central(self) -> bool:
         """Whether the server adds the noise."""
-        return self.unit == "client" and self.noise == "central"
+        return self.unit == "client" and self.trust_model == "central"
 
     @property
     def budget(self) -> float | None:
@@ -90,7 +90,7 @@ class PrivacySettings(Section):
         if (self.noise_multiplier is None) == (self.target_epsilon is None):
             raise ValueError("set either noise_multiplier or target_epsilon")
         if self.sampling == "secret" and not self.is_central:
-            raise ValueError("sampling: secret is about central noise (unit: client, noise: central)")
+            raise ValueError("sampling: secret is about central noise (unit: client, trust_model: central)")
         if self.sample_rate is not None and self.unit != "example":
             raise ValueError("sample_rate is about the unit example")
         return self

@@ -15,6 +15,7 @@ from fedguild.config.base import Section
 from fedguild.config.data import DataSettings
 from fedguild.config.federation import FederationSettings
 from fedguild.config.privacy import PrivacySettings
+from fedguild.config.renamed import with_old_names
 from fedguild.config.training import TrainingSettings
 
 NOT_IN_FINGERPRINT = (
@@ -26,14 +27,14 @@ NOT_IN_FINGERPRINT = (
     ("model", "gradient_checkpointing"),
     ("federation", "cohort_size"),
     ("federation", "engine"),
-    ("federation", "keep_checkpoints"),
+    ("federation", "save_total_limit"),
     ("evaluation", "batch_tokens"),
-    ("evaluation", "diagnosis"),
-    ("evaluation", "initial"),
+    ("evaluation", "diagnostics"),
+    ("evaluation", "eval_on_start"),
 )
 LEFT_OUT_BY_DEFAULT = (
     ("federation", "norm_factor"),
-    ("federation", "robust"),
+    ("federation", "aggregator"),
     ("federation", "trim"),
     ("federation", "secure"),
     ("federation", "secure_share"),
@@ -147,7 +148,7 @@ class EvaluationSettings(Section):
     every: int = Field(
         default=1, ge=1, description="Rounds from one evaluation to the next; the last is always evaluated."
     )
-    initial: bool = Field(
+    eval_on_start: bool = Field(
         default=True,
         description="Also score the initial state, before training, as round 0. Without it reports have nothing to "
         "compare the last round with, and a run is shorter by one evaluation.",
@@ -172,12 +173,12 @@ class EvaluationSettings(Section):
         description="Also score the models with which the clients would begin their next round on all clients' "
         "held-out examples together.",
     )
-    by: Literal["likelihood", "generation"] = Field(
+    answer_mode: Literal["likelihood", "generation"] = Field(
         default="likelihood",
         description="How an example with choices is answered; likelihood: by the likeliest choice; generation: by "
         "generating a text that names one. Other responses are always generated.",
     )
-    normalise: Literal["mean", "sum"] = Field(
+    length_normalization: Literal["mean", "sum"] = Field(
         default="mean", description="Log-likelihood of a choice: the mean or the sum over its tokens."
     )
     metrics: tuple[str, ...] = Field(
@@ -200,7 +201,7 @@ class EvaluationSettings(Section):
         "a GPU's free memory holds, 8192 on a CPU.",
     )
     perplexity: bool = Field(default=False, description="Also record the perplexity of the reference responses.")
-    diagnosis: bool = Field(
+    diagnostics: bool = Field(
         default=False,
         description="Also report every round how much averaging shrinks the clients' changes, how far averaging A "
         "and B apart is from averaging their products, and which experts are idle; and with every evaluation, how far "
@@ -303,7 +304,8 @@ class Config(Section):
         """Returns the SHA-256 of every setting that determines results, 64 hexadecimal digits.
 
         Left out: names and folders, the device, what changes results by floating-point
-        rounding only, and what adds observations without changing any (`NOT_IN_FINGERPRINT`).
+        rounding only, and what adds observations without changing any (`NOT_IN_FINGERPRINT`). Settings count under
+        their names of 0.3, so that such runs go on.
         """
         settings = self.model_dump(mode="json")
         for *sections, key in NOT_IN_FINGERPRINT:
@@ -316,5 +318,5 @@ class Config(Section):
                 del settings[section][key]
         if self.privacy == PrivacySettings():
             del settings["privacy"]
-        canonical = json.dumps(settings, sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(with_old_names(settings), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()

@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError
 from fedguild.config.base import Section
 from fedguild.config.data import DataSettings
 from fedguild.config.explaining import Layer, explained
+from fedguild.config.renamed import SERVER, SITE, refuse_old_names
 from fedguild.config.schema import ModelSettings
 from fedguild.config.yaml_reading import parse_file
 from fedguild.errors import ConfigError
@@ -130,7 +131,7 @@ class SiteSettings(Section):
 
     client: int = Field(ge=0, description="The client's number in the federation, from 0.")
     server: str = Field(pattern=r"^[^\s/:]+:\d+$", description="Address of the server, `host:port`, without a scheme.")
-    certificate: str = Field(
+    ca_certificate: str = Field(
         default="ca.pem", description="Certificate of the authority that signed the server's, a PEM file."
     )
     key: str = Field(default="node.key", description="This site's private key, as `fedguild federation key` writes it.")
@@ -180,7 +181,7 @@ class ServerSettings(Section):
         le=65535,
         description="Port of 127.0.0.1, always, for Flower's control and runtime interfaces, which need no key.",
     )
-    authority: str = Field(default="certificates/ca.pem", description="Certificate of the authority, a PEM file.")
+    ca_certificate: str = Field(default="certificates/ca.pem", description="Certificate of the authority, a PEM file.")
     certificate: str = Field(default="certificates/server.pem", description="The server's certificate, a PEM file.")
     key: str = Field(default="certificates/server.key", description="The server's private key, a PEM file.")
     nodes: str = Field(
@@ -209,7 +210,7 @@ class ServerSettings(Section):
         gt=0,
         description="How long each of the eight steps of a secure aggregation waits for clients.",
     )
-    reads_data: bool = Field(
+    server_evaluation: bool = Field(
         default=False,
         description="Whether the server has the run's data, and scores the global model on its held-out examples; "
         "otherwise the clients score their own models on theirs.",
@@ -307,6 +308,7 @@ def _load(path: Path, schema: type[_Settings]) -> _Settings:
         ) from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: expected a mapping of keys to values, but this is {settings!r:.60}.")
+    refuse_old_names(settings, str(path), SITE if schema is SiteSettings else SERVER)
     try:
         return schema.model_validate(settings)
     except ValidationError as error:

@@ -25,7 +25,7 @@ class TrainingSettings(Section):
     )
     momentum: float = Field(default=0.0, ge=0, lt=1, description="Momentum of sgd.")
     batch_size: int = Field(default=8, ge=1, description="Examples per client in one forward pass.")
-    accumulation: int = Field(
+    gradient_accumulation_steps: int = Field(
         default=1, ge=1, description="Forward passes whose gradients are accumulated for one optimizer step."
     )
     epochs: float | None = Field(
@@ -36,7 +36,7 @@ class TrainingSettings(Section):
     steps: int | None = Field(
         default=None, ge=1, description="Optimizer steps per client and round, instead of `epochs`."
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field(
+    lr_scheduler: Literal["constant", "linear", "cosine"] = Field(
         default="constant",
         description="Learning rate schedule over the steps of a round; linear and cosine decay to 0.",
     )
@@ -71,7 +71,7 @@ class TrainingSettings(Section):
         description="Round in which `round_schedule` reaches `round_final`, where it stays; null: the last, "
         "`federation.rounds`.",
     )
-    clip_norm: float | None = Field(
+    max_grad_norm: float | None = Field(
         default=1.0,
         gt=0,
         description="Maximum L2 norm of a client's gradient; larger gradients are scaled down. null: no clipping.",

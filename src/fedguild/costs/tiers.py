@@ -128,7 +128,7 @@ def tier_profile(
     counted, training = cost(model, plan), workload.training
     tokens, context, again = workload.tokens, workload.context_tokens, workload.checkpointing
     steps = steps_in_round(workload.examples, training)
-    passes = steps * training.accumulation
+    passes = steps * training.gradient_accumulation_steps
     costs = [cost(model, each) for each in trained]
     later, first = _of(budget, list(chain(*traffic.later))), _of(budget, traffic.rounds[0])
     absent = _of(budget, traffic.absent)
@@ -144,7 +144,8 @@ def tier_profile(
         cost=counted,
         steps=steps,
         flops_forward=counted.forward_flops(tokens, context),
-        flops_training_step=training.accumulation * counted.training_flops(tokens, context, checkpointing=again),
+        flops_training_step=training.gradient_accumulation_steps
+        * counted.training_flops(tokens, context, checkpointing=again),
         flops_round_forward=passes * sum(each.forward_flops(tokens, context) for each in costs),
         flops_round=passes * sum(each.training_flops(tokens, context, checkpointing=again) for each in costs),
         upload=_upload(later or absent),
@@ -166,7 +167,7 @@ def _memory(model: ModelInfo, plan: AdapterPlan, workload: Workload, checkpointi
         moments=workload.moments,
         checkpointing=checkpointing,
         four_bit=four_bit,
-        form=StepForm(workload.training.accumulation),
+        form=StepForm(workload.training.gradient_accumulation_steps),
     )
 
 

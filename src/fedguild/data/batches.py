@@ -54,7 +54,7 @@ class Cut:
 
     def sentences(self) -> list[str]:
         """Returns a sentence for each kind of cut that occurs."""
-        limit = f"data.max_tokens is {self.max_tokens}"
+        limit = f"data.max_length is {self.max_tokens}"
         lost = (
             (self.prompts, "lose the beginning of their prompt"),
             (self.responses, "lose the end of their response"),

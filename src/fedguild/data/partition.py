@@ -110,7 +110,7 @@ def as_parts(assignment: Assignment, examples: int, clients: int, what: str = "g
         if len(rows) != examples:
             raise DataError(
                 f"The partition {what} has a client for {len(rows)} examples, but there are {examples}.",
-                "Examples without a response, and those above data.limit, are left out before the partition.",
+                "Examples without a response, and those above data.max_samples, are left out before the partition.",
             )
         wrong = next((entry for entry in rows if not 0 <= entry < clients), None)
         if wrong is not None:

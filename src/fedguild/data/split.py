@@ -66,9 +66,9 @@ def _cut(corpus: Corpus, share: Sequence[Example], rule: SplitSettings, client: 
     if rule.test_source == "corpus":
         tests = _matching_test(corpus, share, client, rng)
     return ClientData(
-        train=tuple(order[validation + test :][: rule.caps.train]),
-        validation=tuple(order[:validation][: rule.caps.validation]),
-        test=sample(tests, rule.caps.test, rng),
+        train=tuple(order[validation + test :][: rule.max_train_samples]),
+        validation=tuple(order[:validation][: rule.max_validation_samples]),
+        test=sample(tests, rule.max_test_samples, rng),
     )
 
 

@@ -170,7 +170,7 @@ class Trainer:
         by_kernel = settings.optimizer != "sgd" and kernels.runs("optimizer", device)
         pads = pads_attention(self.backbone.model.config, device, self.backbone.dtype)
         return StepForm(
-            settings.accumulation,
+            settings.gradient_accumulation_steps,
             by_torch=not by_kernel,
             examples=settings.batch_size if self.private is not None else 0,
             padded_tokens=padded if tokens < padded and pads else 0,
@@ -231,12 +231,12 @@ class FittingCohorts(Generic[Member]):
             if not self._splits:
                 raise FedGuildError(
                     f"The memory of {self._device} is too small to train {len(self._cohort)} client(s) at once.",
-                    "Lower federation.cohort_size, training.batch_size or data.max_tokens.",
+                    "Lower federation.cohort_size, training.batch_size or data.max_length.",
                 ) from error
             if len(self._cohort) == 1:
                 raise FedGuildError(
                     f"The memory of {self._device} is too small to train one client.",
-                    "Lower training.batch_size or data.max_tokens, or set model.gradient_checkpointing=true.",
+                    "Lower training.batch_size or data.max_length, or set model.gradient_checkpointing=true.",
                 ) from error
             self._left, self._size = self._cohort + self._left, len(self._cohort) // 2
             torch.cuda.empty_cache()

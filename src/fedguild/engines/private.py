@@ -71,7 +71,7 @@ class PrivateEngine:
         ):
             raise UploadError("its upload has scalars that do not follow from what it received")
         settings = self.rules.settings
-        if settings.unit == "client" and settings.noise == "local":
+        if settings.unit == "client" and settings.trust_model == "local":
             return self._noised(task, upload)
         beside = sorted(name for name in upload.tensors if not name.startswith(f"{ADAPTER}/"))
         if beside:

@@ -27,14 +27,14 @@ class Scoring:
     Attributes:
         choices: An example with choices is answered by the likeliest one, or by generating a text
             that names one.
-        normalise: A choice's likelihood is the mean over its tokens, or their sum, which favours
+        length_normalization: A choice's likelihood is the mean over its tokens, or their sum, which favours
             short choices.
         metrics: The metrics of an example without choices, by name.
         responses: Name of the metric that is its primary measure.
     """
 
     choices: Literal["likelihood", "generation"] = "likelihood"
-    normalise: Literal["mean", "sum"] = "mean"
+    length_normalization: Literal["mean", "sum"] = "mean"
     metrics: Mapping[str, Metric] = field(default_factory=lambda: load_metrics(("exact_match", "rouge_l")))
     responses: str = "rouge_l"
 
@@ -156,7 +156,10 @@ def _score(
 
 
 def _likeliest(nll: Sequence[float], lengths: Sequence[int], scoring: Scoring) -> int:
-    costs = [loss / length if scoring.normalise == "mean" else loss for loss, length in zip(nll, lengths, strict=True)]
+    costs = [
+        loss / length if scoring.length_normalization == "mean" else loss
+        for loss, length in zip(nll, lengths, strict=True)
+    ]
     return costs.index(min(costs))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.config import Config, load_config
+from fedguild.config import Config, load_saved
 from fedguild.errors import ConfigError, ModelError, nearest
 from fedguild.experiment import restore
 from fedguild.export.adapter import obstacle, write_adapter
@@ -48,18 +48,18 @@ class Exported:
 
     Attributes:
         folder: The folder.
-        form: The form.
+        format: The form.
         reason: Why another form than the requested one was written; empty otherwise.
     """
 
     folder: Path
-    form: Form
+    format: Form
     reason: str = ""
 
     @property
     def audience(self) -> str:
         """For whom the form is, in one sentence."""
-        return AUDIENCES[self.form]
+        return AUDIENCES[self.format]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Subject:
 
 
 def export(
-    run_folder: Path, subject: Subject | None, output: Path, form: Form = "peft", *, round: int | None = None
+    run_folder: Path, subject: Subject | None, output: Path, format: Form = "peft", *, round: int | None = None
 ) -> Exported:
     """Writes a model of a run in a form that other programs load.
 
@@ -120,7 +120,7 @@ def export(
     """
     require_new(output)
     experiment, state, number, subject = _restored(run_folder, subject, round)
-    return _write(experiment, *_chosen(experiment, state, number, subject), output, form)
+    return _write(experiment, *_chosen(experiment, state, number, subject), output, format)
 
 
 def load_attached(run_folder: Path, subject: Subject | None = None, round: int | None = None) -> tuple[Any, Experiment]:
@@ -156,8 +156,8 @@ def export_own(experiment: Experiment, excerpt: Payload, number: int, output: Pa
     return _write(experiment, *_chosen(experiment, excerpt, number, subject), output, "peft")
 
 
-def _write(experiment: Experiment, deployment: Deployment, origin: Origin, output: Path, form: Form) -> Exported:
-    written, reason = _possible(experiment, deployment, form)
+def _write(experiment: Experiment, deployment: Deployment, origin: Origin, output: Path, format: Form) -> Exported:
+    written, reason = _possible(experiment, deployment, format)
     backbone, settings = experiment.backbone, experiment.config.model
     model = backbone.info
     if written not in ("peft", "per-expert"):
@@ -181,7 +181,7 @@ def _write(experiment: Experiment, deployment: Deployment, origin: Origin, outpu
     return Exported(output, written, reason)
 
 
-def _possible(experiment: Experiment, deployment: Deployment, form: Form) -> tuple[Form, str]:
+def _possible(experiment: Experiment, deployment: Deployment, format: Form) -> tuple[Form, str]:
     """Returns the form in which a deployment can be written, the wanted one where possible, and the reason if not.
 
     Raises:
@@ -195,15 +195,15 @@ def _possible(experiment: Experiment, deployment: Deployment, form: Form) -> tup
                 f"({', '.join(beyond)}): no exported form can hold it.",
                 "Use `fedguild generate` or `fedguild.load_model`, which need no export.",
             )
-        if form == "code":
+        if format == "code":
             return "code", ""
         return "code", f"a checkpoint with modelling code, as {', '.join(beyond)} acts beside the backbone's weights"
-    if form == "code":
+    if format == "code":
         return "merged", "the merged form, as nothing acts beside the backbone's weights"
-    missing = "" if form == "merged" else obstacle(experiment.backbone.info, deployment)
+    missing = "" if format == "merged" else obstacle(experiment.backbone.info, deployment)
     if missing:
         return "merged", f"the merged form, as an adapter alone cannot carry the model: {missing}"
-    return form, ""
+    return format, ""
 
 
 def _base(path: str, folder: Path, output: Path) -> str:
@@ -226,7 +226,7 @@ def _restored(run_folder: Path, subject: Subject | None, round: int | None) -> t
     For a client's own model the state is its excerpt. Cheap checks come before anything is loaded.
     """
     if subject is not None and (run_folder / CONFIG).is_file():
-        subject.require_in(load_config(str(run_folder / CONFIG)))
+        subject.require_in(load_saved(run_folder / CONFIG))
     experiment, state, number = restore(run_folder, round)
     subject, state = subject or _largest(experiment), without_momentum(state)
     if subject.client:

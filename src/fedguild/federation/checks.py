@@ -81,7 +81,7 @@ def server_faults(folder: Path, settings: ServerSettings) -> Iterator[Fault]:
     except FedGuildError as error:
         yield Fault(error.message, error.hint)
         clients = 0
-    files = [folder / name for name in (settings.authority, settings.certificate, settings.key)]
+    files = [folder / name for name in (settings.ca_certificate, settings.certificate, settings.key)]
     missing = [
         Fault(f"{path} is missing.", "`fedguild federation init` creates an example.")
         for path in files
@@ -129,7 +129,7 @@ def is_loopback(host: str) -> bool:
 def site_faults(folder: Path, site: SiteSettings) -> Iterator[Fault]:
     """Yields faults of a client's folder and machine, and of the connection to the server."""
     yield from version_faults()
-    key, authority = folder / site.key, folder / site.certificate
+    key, authority = folder / site.key, folder / site.ca_certificate
     if site.accept.secure and not any((folder / site.peers).glob("client-*.pub")):
         yield Fault(
             f"{folder / site.peers} has no public keys of the other clients, which accept.secure needs.",

@@ -46,7 +46,7 @@ def superlink(folder: Path, settings: ServerSettings) -> list[str]:
     base = folder.resolve()
     return [
         _program("flower-superlink"),
-        *("--ssl-ca-certfile", str(base / settings.authority)),
+        *("--ssl-ca-certfile", str(base / settings.ca_certificate)),
         *("--ssl-certfile", str(base / settings.certificate)),
         *("--ssl-keyfile", str(base / settings.key)),
         "--enable-supernode-auth",
@@ -61,7 +61,7 @@ def server_executor(folder: Path, settings: ServerSettings) -> list[str]:
     return [
         *(sys.executable, "-m", "fedguild.federation.server_executor"),
         *(_server_address(settings), str(_server_secret(folder, settings))),
-        *(str((folder / settings.authority).resolve()), str((folder / settings.state).resolve())),
+        *(str((folder / settings.ca_certificate).resolve()), str((folder / settings.state).resolve())),
     ]
 
 
@@ -85,7 +85,7 @@ def gateway(folder: Path, settings: ServerSettings) -> list[str]:
         *(sys.executable, "-m", "fedguild.engines.flower.gateway"),
         *("--host", settings.host, "--port", str(settings.port)),
         *("--certificate", str(base / settings.certificate), "--key", str(base / settings.key)),
-        *("--authority", str(base / settings.authority), "--server", f"https://{_server_address(settings)}"),
+        *("--authority", str(base / settings.ca_certificate), "--server", f"https://{_server_address(settings)}"),
         *_option("--client-bytes", settings.client_bytes),
         *_option("--client-seconds", settings.client_seconds),
         *_option("--connections-per-address", settings.connections_per_address),
@@ -99,7 +99,7 @@ def supernode(folder: Path, site: SiteSettings) -> list[str]:
     base = folder.resolve()
     return [
         _program("flower-supernode"),
-        *("--root-certificates", str(base / site.certificate)),
+        *("--root-certificates", str(base / site.ca_certificate)),
         *("--superlink", site.server),
         *("--auth-supernode-private-key", str(base / site.key)),
         *("--host", LOOPBACK, "--port", str(site.port)),
@@ -148,7 +148,7 @@ def list_nodes() -> list[str]:
 
 def write_connection(folder: Path, settings: ServerSettings) -> None:
     """Writes Flower's own config on the server's machine, so that `flwr` finds the server."""
-    authority = (folder / settings.authority).resolve()
+    authority = (folder / settings.ca_certificate).resolve()
     write_text(
         (folder / settings.state).resolve() / "flower" / "config.toml",
         f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\n'

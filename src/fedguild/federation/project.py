@@ -66,10 +66,11 @@ def write_project(
     server = folder / "server"
     write_text(folder / "README.md", templates.README.format(clients=clients, address=address))
     write_text(server / "run.yaml", config.resolved_yaml())
-    reads_data = str(not own_data).lower()
+    server_evaluation = str(not own_data).lower()
     control_port = port + 1 if 1024 <= port < 65535 else CONTROL_PORT
     write_text(
-        server / SERVER_FILE, templates.SERVER.format(port=port, control_port=control_port, reads_data=reads_data)
+        server / SERVER_FILE,
+        templates.SERVER.format(port=port, control_port=control_port, server_evaluation=server_evaluation),
     )
     write_app(server)
     write_text(server / "nginx.conf", templates.NGINX.format(host=host, port=port))
@@ -98,7 +99,7 @@ def _write_client(folder: Path, config: Config, index: int, address: str, own_da
     public = write_key(site / "node.key")
     write_text(folder / "server" / "nodes" / f"{name}.pub", public.read_text("utf-8"))
     shutil.copyfile(folder / "server" / "certificates" / "ca.pem", site / "ca.pem")
-    data = config.data.model_dump(mode="json", exclude={"max_tokens"})
+    data = config.data.model_dump(mode="json", exclude={"max_length"})
     shares = {"shares": 1, "share": 0} if own_data else {"shares": config.federation.clients, "share": index}
     data |= {"seed": config.seed, **shares}
     if own_data:
@@ -119,7 +120,7 @@ def _write_client(folder: Path, config: Config, index: int, address: str, own_da
             data=_indented({"data": data}),
             method=config.method.name,
             min_steps=config.training.steps or 1,
-            min_batch=config.training.batch_size * config.training.accumulation,
+            min_batch=config.training.batch_size * config.training.gradient_accumulation_steps,
             min_scored=min(5, config.evaluation.max_examples or 5) if own_data else 1,
             min_clients=min(2, quorum_count(config.federation.wanted_uploads, config.federation.quorum)),
             secure=_accepted(config),

@@ -15,7 +15,7 @@ import fedguild
 from fedguild import experiment as runs
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
-from fedguild.config import Config, load_config
+from fedguild.config import Config, load_config, load_saved
 from fedguild.config.site import ServerSettings
 from fedguild.data import Corpus, PartitionTable
 from fedguild.engines.flower.client_registry import POLL_SECONDS, ClientRegistry
@@ -308,7 +308,7 @@ def prepare_remote(
     check_fit(method, config, model)
     tiers = budgets_of(config, model)
     tell_fitted(given, method, progress.message)
-    data = prepare_data(config) if settings.reads_data else None
+    data = prepare_data(config) if settings.server_evaluation else None
     progress.stage(f"Loading the model {config.model.path}")
     backbone = load_model(config)
     registry = ClientRegistry(
@@ -331,7 +331,7 @@ def prepare_remote(
         registry,
         run_metadata(config),
         output / UPLOADS,
-        codec=config.federation.codec,
+        codec=config.federation.wire_dtype,
         limit_bytes=config.federation.upload_limit_bytes,
         reconnect_seconds=settings.reconnect_seconds,
         patience=_patience(config, settings),
@@ -362,12 +362,12 @@ def prepare_remote(
 def _require_no_scores(config: Config, settings: ServerSettings) -> None:
     """Raises ConfigError if clients of a secure run would send the scores of their own models, which are not summed."""
     asked = config.evaluation
-    own = asked.clients or asked.trained or asked.received or not settings.reads_data
+    own = asked.clients or asked.trained or asked.received or not settings.server_evaluation
     if config.federation.secure and own and SCORES not in config.federation.secure_disclose:
         raise ConfigError(
             "federation.secure: the clients would send the scores of their own models one by one.",
-            "Set reads_data: true in server.yaml and evaluation.clients, .trained and .received to false; or add "
-            "scores to federation.secure_disclose.",
+            "Set server_evaluation: true in server.yaml and evaluation.clients, .trained and .received to false; or "
+            "add scores to federation.secure_disclose.",
         )
 
 
@@ -424,7 +424,7 @@ def _remote_data(data: PreparedData | None, described: Mapping[int, Mapping[str,
 
 
 def _require_same(config: Config, output: Path) -> None:
-    original = load_config(str(output / CONFIG))
+    original = load_saved(output / CONFIG)
     if original.fingerprint() != config.fingerprint():
         raise ConfigError(
             f"run.yaml is not the config that the run in {output} started with.",

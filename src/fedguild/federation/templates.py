@@ -33,13 +33,13 @@ control_port: {control_port}
 wait_seconds: 600
 # Whether this machine has the run's data and scores the global model on its held-out examples. Set it to
 # false if only the clients have data: they then score their own models on their own examples.
-reads_data: {reads_data}
+server_evaluation: {server_evaluation}
 """
 
 SITE = """# One client of the federation; `fedguild federation client FOLDER` reads it. It stays with its organisation.
 client: {client}
 server: {address}
-certificate: ca.pem
+ca_certificate: ca.pem
 key: node.key
 port: {port}
 work: work

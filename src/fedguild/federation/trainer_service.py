@@ -198,7 +198,7 @@ class TrainerService:
         task = Task(message.round, client, read_payload(message.body, "The download"))
         expected = method.expected_upload(model, client, task.download)
         _require_none(self.policy.names_refusal(expected) or self._count_refusal(message, session))
-        experiment.memory.forget(max(0, message.round - config.federation.keep_checkpoints))
+        experiment.memory.forget(max(0, message.round - config.federation.save_total_limit))
         secret = private_seed(session.secret, experiment.config, message.body)
         if session.rules is not None and (answer := _stored_answer(experiment.folder, message)) is not None:
             return answer
@@ -217,7 +217,7 @@ class TrainerService:
             trained = (delivery.upload, delivery.report, delivery.frequency)
             session.clients.keep(method, model, task, *trained, told, f"{message.round} {training}")
             return message.reply(metadata={"backbone_loads": self.loads})
-        upload = shrink(delivery.upload, config.federation.codec)
+        upload = shrink(delivery.upload, config.federation.wire_dtype)
         _require_none(
             self.policy.names_refusal(delivery.upload.tensors) or self.policy.size_refusal(size_bytes(upload))
         )
@@ -293,7 +293,7 @@ class TrainerService:
             return message.reply(metadata={"folder": folder.name, "form": "already there"})
         exported = export_own(experiment, _state(message), message.round, folder)
         _relink(folder.with_name(LATEST), folder.name)
-        return message.reply(metadata={"folder": folder.name, "form": exported.form, "reason": exported.reason})
+        return message.reply(metadata={"folder": folder.name, "form": exported.format, "reason": exported.reason})
 
     def _admitted_config(self, message: Message) -> Config:
         """Returns the run's config of a message, which must be addressed to this client and of an accepted run."""
@@ -315,7 +315,7 @@ class TrainerService:
                 "the server's config cannot be read here: is the same version of fedguild installed on both sides? "
                 f"({str(error).splitlines()[0]})"
             ) from error
-        data = self._data_config().data.model_copy(update={"max_tokens": config.data.max_tokens})
+        data = self._data_config().data.model_copy(update={"max_length": config.data.max_length})
         return config.model_copy(update={"model": self.site.model, "data": data, "output": None})
 
     def _count_refusal(self, message: Message, session: _Session) -> str:
@@ -326,7 +326,7 @@ class TrainerService:
     def _run_refusal(self, config: Config) -> str:
         """Returns why this site's policy refuses a run; empty if it does not."""
         examples, training = len(self._client_data().train), config.training
-        steps, batch = steps_in_round(examples, training), training.batch_size * training.accumulation
+        steps, batch = steps_in_round(examples, training), training.batch_size * training.gradient_accumulation_steps
         rules, privacy = config.federation, rules_of(config)
         aggregated = quorum_count(rules.wanted_uploads, rules.quorum)
         withheld = []
@@ -376,7 +376,7 @@ class TrainerService:
             memory,
             Silent(),
         )
-        encoded = [encode_example(example, backbone.tokenizer, config.data.max_tokens) for example in client_data.train]
+        encoded = [encode_example(example, backbone.tokenizer, config.data.max_length) for example in client_data.train]
         engine = LocalEngine(
             backbone, {client.index: encoded}, config.local_training, memory, cohort_size=1, seed=config.seed
         )
@@ -398,7 +398,7 @@ class TrainerService:
         least = max(aggregated, self.site.accept.min_clients)
         reported = config.privacy.unit == "none"
         once = None if self.site.accept.repeat_sessions else SumLog(folder / SUMS).require_same
-        return SecureClients(budgets, identity, peers, rules.norm_limit, least, reported, once)
+        return SecureClients(budgets, identity, peers, rules.max_update_norm, least, reported, once)
 
     def _budget(self, config: Config, tiers: dict[str, Budget]) -> Budget:
         if self.site.client >= config.federation.clients:
@@ -474,7 +474,7 @@ def _bind(folder: Path, config: Config) -> None:
         FedGuildError: the file cannot be written.
     """
     path, model = folder / BOUND, type(config.model)(path="embedded")
-    common = config.model_copy(update={"model": model, "data": DataSettings(max_tokens=config.data.max_tokens)})
+    common = config.model_copy(update={"model": model, "data": DataSettings(max_length=config.data.max_length)})
     fingerprint = common.fingerprint().encode()
     if not path.exists():
         make_folder(folder)
@@ -499,7 +499,7 @@ def run_metadata(config: Config) -> dict[str, Any]:
     """Returns what a server sends its clients with every request: the run's config without folders and trackers."""
     settings = config.model_dump(mode="json", exclude={"tracking"})
     settings["output"] = None
-    settings["data"] = {**DataSettings().model_dump(mode="json"), "max_tokens": config.data.max_tokens}
+    settings["data"] = {**DataSettings().model_dump(mode="json"), "max_length": config.data.max_length}
     settings["model"] = {**settings["model"], "path": "embedded", "revision": None}
     return {"config": settings}
 

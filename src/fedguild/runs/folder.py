@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import yaml
 from pydantic import ValidationError
 
+from fedguild.config.renamed import with_new_names
 from fedguild.errors import CheckpointError, ConfigError, nearest
 from fedguild.layout import CONFIG, ENVIRONMENT, PARTITION
 from fedguild.runs.log import (
@@ -92,7 +93,7 @@ class Described:
     @property
     def data(self) -> str:
         """The corpus."""
-        return str(self.setting("data", "corpus") or "")
+        return str(self.setting("data", "dataset") or "")
 
     @property
     def partition_scheme(self) -> str:
@@ -310,7 +311,7 @@ def load_run(folder: Path, *, needs_scores: bool = True) -> Run:
         )
     return Run(
         folder=folder,
-        config=read_mapping(config_file),
+        config=with_new_names(read_mapping(config_file)),
         environment=read_mapping(folder / ENVIRONMENT),
         partition=_read_partition(folder / PARTITION),
         rounds=[record for record in records if isinstance(record, RoundRecord)],
@@ -347,7 +348,7 @@ class FollowedRun(Described):
         stamp = status.st_mtime_ns, status.st_ino
         if stamp == self._config_stamp:
             return False
-        self.config = read_if_whole(path)
+        self.config = with_new_names(read_if_whole(path))
         self._config_stamp = stamp if self.config else None
         return True
 

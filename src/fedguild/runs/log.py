@@ -273,7 +273,7 @@ class PartitionRecord(_Row):
         split: Split name -> [clients] examples of that split.
         dropped: Why examples of the source were left out -> how many.
         cut: How many of the clients' training `texts` lose a part of their `prompts` or `responses` to
-            `data.max_tokens`, and of the `scored_prompts` to that and `evaluation.max_new_tokens`; empty where the
+            `data.max_length`, and of the `scored_prompts` to that and `evaluation.max_new_tokens`; empty where the
             texts are on other machines.
     """
 

@@ -15,7 +15,7 @@ NEARLY_GUESSING, WORSE_THAN_UNTRAINED, WORSE_THAN_GUESSING = 0.85, 1.5, 2.0
 """Multiples of losses above which training is taken to have diverged; see `require_learning`."""
 DIVERGED_HINT = (
     "The last complete round is untouched, but resuming repeats this one: start again with a lower "
-    "training.learning_rate or training.clip_norm."
+    "training.learning_rate or training.max_grad_norm."
 )
 
 
@@ -38,7 +38,7 @@ def require_finite(state: Payload, when: str) -> None:
         raise CheckpointError(
             f"The state {when} has NaN or infinity in '{broken}'; it is not saved.",
             "`fedguild resume FOLDER --round N` goes back to the checkpoint of an earlier round; training that "
-            "diverges needs a lower learning rate or training.clip_norm.",
+            "diverges needs a lower learning rate or training.max_grad_norm.",
         )
 
 

@@ -203,7 +203,7 @@ class Intake:
             self._stray(delivery, "the client was not asked in this round")
         elif age < 0:
             self._stray(delivery, f"it is of round {delivery.task.round}, but this is round {self.outcome.round}")
-        elif age > 1 or self.rules.late == "drop":
+        elif age > 1 or self.rules.straggler_policy == "drop":
             self._stray(delivery, f"it is {age} round(s) late")
         elif index in self.accepted_before or index in self.late:
             self._stray(delivery, f"the client's upload of round {delivery.task.round} was aggregated already")
@@ -241,7 +241,7 @@ class Intake:
                 upload,
                 expected,
                 client=client,
-                norm_limit=self.rules.norm_limit,
+                norm_limit=self.rules.max_update_norm,
                 expected_scalars=self.method.expected_scalars(task.download),
                 largest_value=guard.largest_value if isinstance(guard := self.setup.protection, Guard) else None,
                 bounds=self.method.bounds(self.model, task.client),
@@ -265,12 +265,12 @@ class Intake:
     def _count(self, task: Task, upload: Payload | None) -> None:
         """Adds an attempt's bytes to its client's."""
         index = task.client.index
-        traffic = count_traffic(self.outcome.round, index, task.download, upload, self.rules.codec)
+        traffic = count_traffic(self.outcome.round, index, task.download, upload, self.rules.wire_dtype)
         before = self.outcome.traffic.get(index)
         self.outcome.traffic[index] = traffic if before is None else before + traffic
 
     def _size_bytes(self, upload: Payload) -> int:
-        return size_bytes(shrunk_shapes(upload, self.rules.codec))
+        return size_bytes(shrunk_shapes(upload, self.rules.wire_dtype))
 
     def _stray(self, delivery: Delivery, dropped: str) -> None:
         try:

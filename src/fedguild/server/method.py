@@ -135,8 +135,8 @@ class Method(ABC):
         needs_experts: Whether it runs on mixture-of-experts models only.
         costs: The order of the server's work.
         is_mean: Whether `aggregate` depends on the uploads by a mean of their part `adapter` only, with one weight for
-            each client; a robust estimate may then take the mean's place (`federation.robust`). An instance may say it
-            of its options.
+            each client; a robust estimate may then take the mean's place (`federation.aggregator`). An instance may say
+            it of its options.
         not_linear: Why the server does not take sums alone, a clause without a subject's name; empty where it does, or
             where nobody has said which sums it takes.
         not_private: Why it cannot run with differential privacy, a clause without a subject; empty where it can. See
@@ -364,7 +364,7 @@ class Method(ABC):
         Args:
             model: The backbone's description.
             clients: The number of clients.
-            exact: Whether payloads arrive as they were sent, bit for bit (`federation.codec` fp32).
+            exact: Whether payloads arrive as they were sent, bit for bit (`federation.wire_dtype` fp32).
 
         Raises:
             ConfigError: the method's options do not fit.

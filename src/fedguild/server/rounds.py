@@ -44,8 +44,8 @@ def run_round(
     method, model, rules, own = setup.method, setup.model, setup.rules, without_momentum(state)
     require_finite(state, f"before round {number}")
     # sample
-    asked = sample(number, clients, rules.participation, setup.seed, over_selection=rules.over_selection)
-    wanted = min(wanted_count(len(clients), rules.participation), len(asked))
+    asked = sample(number, clients, rules.client_fraction, setup.seed, over_selection=rules.over_selection)
+    wanted = min(wanted_count(len(clients), rules.client_fraction), len(asked))
     outcome = Outcome(number, state, asked)
     # download
     with outcome.clock.phase("download"):

@@ -158,7 +158,7 @@ def check_upload(
         largest = max(norms, key=norms.__getitem__)
         raise UploadError(
             f"{client}: the upload's norm is {norm:.6g}, beyond the limit of {norm_limit:.6g} "
-            f"(federation.norm_limit); most of it is in '{largest}' ({norms[largest]:.6g})."
+            f"(federation.max_update_norm); most of it is in '{largest}' ({norms[largest]:.6g})."
         )
 
 

@@ -65,9 +65,9 @@ def require_start(config: Config) -> None:
 
 def require_room(config: Config, *, generates: bool) -> None:
     """Raises ConfigError if answers are generated, and nothing of the longest sequence is left for their prompts."""
-    longest, new = config.data.max_tokens, config.evaluation.max_new_tokens
+    longest, new = config.data.max_length, config.evaluation.max_new_tokens
     if generates and new >= longest:
         raise ConfigError(
-            f"evaluation.max_new_tokens is {new}, which leaves no room for a prompt within data.max_tokens {longest}.",
-            "Lower evaluation.max_new_tokens or raise data.max_tokens.",
+            f"evaluation.max_new_tokens is {new}, which leaves no room for a prompt within data.max_length {longest}.",
+            "Lower evaluation.max_new_tokens or raise data.max_length.",
         )

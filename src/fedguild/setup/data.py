@@ -70,12 +70,12 @@ def prepare_data(config: Config, folder: Path | None = None, given: GivenData | 
         DataError: the data is missing, has the wrong columns, or leaves a client without examples.
     """
     data = config.data
-    options = checked_options(corpus_spec(data.corpus), data.options)
+    options = checked_options(corpus_spec(data.dataset), data.options)
     corpus = load_corpus(
-        data.corpus,
+        data.dataset,
         train=source(data.train, folder),
         test=source(data.test, folder),
-        limit=data.limit,
+        limit=data.max_samples,
         seed=config.seed,
         template=data.template,
         **options,
@@ -100,7 +100,7 @@ def dropped_of(data: PreparedData, config: Config) -> dict[str, int]:
     used = sum(len(one.train) + len(one.validation) + own_test * len(one.test) for one in data.clients)
     for reason, count in (
         ("training examples that the partition gives to no client", len(data.corpus.train) - shares),
-        ("examples above data.split.caps", shares - used),
+        ("examples above data.split.max_*_samples", shares - used),
     ):
         if count > 0:
             dropped[reason] = count
@@ -121,6 +121,6 @@ def encoded_texts(data: PreparedData, tokenizer: Any, max_tokens: int) -> dict[i
 
 
 def cut_of(data: PreparedData, encoded: Mapping[int, list[Encoded]], tokenizer: Any, max_tokens: int) -> Cut:
-    """Returns how many of all clients' training texts are cut to `data.max_tokens`."""
+    """Returns how many of all clients' training texts are cut to `data.max_length`."""
     pairs = (pair for index, one in enumerate(data.clients) for pair in zip(one.train, encoded[index], strict=True))
     return count_cut(pairs, tokenizer, max_tokens)

@@ -54,9 +54,9 @@ def _protected(engine: Engine, experiment: Experiment) -> Engine:
         from fedguild.engines.secure import SecureEngine
 
         return SecureEngine(
-            engine, experiment.budgets, federation.clients, federation.norm_limit, reported=privacy is None
+            engine, experiment.budgets, federation.clients, federation.max_update_norm, reported=privacy is None
         )
-    return engine if federation.codec == "fp32" else CodedEngine(engine, federation.codec)
+    return engine if federation.wire_dtype == "fp32" else CodedEngine(engine, federation.wire_dtype)
 
 
 def _local_engine(experiment: Experiment) -> LocalEngine:

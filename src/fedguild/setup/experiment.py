@@ -127,7 +127,7 @@ class Experiment:
     @cached_property
     def encoded(self) -> dict[int, list[Encoded]]:
         """Client index -> its training examples as token ids."""
-        return encoded_texts(self.data, self.backbone.tokenizer, self.config.data.max_tokens)
+        return encoded_texts(self.data, self.backbone.tokenizer, self.config.data.max_length)
 
     def _training_examples(self, client: int) -> int:
         """Returns the number of a client's training examples; of a real one as it says, of which weights may differ."""

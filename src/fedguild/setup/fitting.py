@@ -32,7 +32,7 @@ def fitted(method: Method, config: Config, model: ModelInfo) -> Method:
     if method.needs_experts:
         model.require_experts(method.title)
     federation = config.federation
-    return method.fitted(model, federation.clients, exact=federation.codec == "fp32")
+    return method.fitted(model, federation.clients, exact=federation.wire_dtype == "fp32")
 
 
 def budgets_of(config: Config, model: ModelInfo) -> dict[str, Budget]:

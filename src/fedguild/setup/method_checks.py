@@ -61,12 +61,12 @@ def check_fit(method: Method, config: Config, model: ModelInfo) -> None:
     require_split(config, config.evaluation.split)
     _require_mergeable(method, config)
     _require_steps(method, federation)
-    _require_mean(method, federation.robust, equal_shapes=equal_shapes)
+    _require_mean(method, federation.aggregator, equal_shapes=equal_shapes)
     if federation.secure:
         _require_secure(method, federation, model, budgets)
     _require_single_uploads(config)
     check_privacy(method, config, equal_shapes=equal_shapes)
-    require_room(config, generates=config.evaluation.by == "generation")
+    require_room(config, generates=config.evaluation.answer_mode == "generation")
     _require_device(method, config)
     _require_beginning(method, config, model, tiers)
 
@@ -114,8 +114,8 @@ def _require_mean(method: Method, robust: str, *, equal_shapes: bool) -> None:
         else "the clients' adapters differ in shape between the budgets"
     )
     raise ConfigError(
-        f"federation.robust is {robust}, but {reason}.",
-        "Set federation.robust=none; federation.norm_factor bounds what one upload can change with every method.",
+        f"federation.aggregator is {robust}, but {reason}.",
+        "Set federation.aggregator=none; federation.norm_factor bounds what one upload can change with every method.",
     )
 
 
@@ -126,11 +126,12 @@ def _require_secure(
     _require_secure_packages()
     wanted = federation.wanted_uploads
     beside = {
-        "codec": federation.codec != "fp32" and "masked uploads are words of 32 bits, which cannot be rounded",
-        "robust": federation.robust != "none" and "it needs single uploads",
+        "wire_dtype": federation.wire_dtype != "fp32"
+        and "masked uploads are words of 32 bits, which cannot be rounded",
+        "aggregator": federation.aggregator != "none" and "it needs single uploads",
         "norm_factor": federation.norm_factor not in ("auto", None)
-        and "it compares single uploads; each client checks norm_limit itself",
-        "late": federation.late != "drop" and "a late upload would be in no sum",
+        and "it compares single uploads; each client checks max_update_norm itself",
+        "straggler_policy": federation.straggler_policy != "drop" and "a late upload would be in no sum",
         "clients": not FEWEST_CLIENTS <= wanted <= MOST_CLIENTS
         and f"a round has {wanted} of them, but {FEWEST_CLIENTS} to {MOST_CLIENTS} can be aggregated securely",
         "byte_limit": federation.byte_limit is not None and "the messages of its protocol are not planned",
@@ -157,10 +158,10 @@ def _require_secure_packages() -> None:
 
 def _require_single_uploads(config: Config) -> None:
     """Raises ConfigError if uploads are to be compared that the server does not see as they are."""
-    if config.evaluation.diagnosis and (config.federation.secure or config.privacy.unit != "none"):
+    if config.evaluation.diagnostics and (config.federation.secure or config.privacy.unit != "none"):
         raise ConfigError(
-            "evaluation.diagnosis compares single uploads, which this run keeps from the server or puts noise on.",
-            "Set evaluation.diagnosis=false, or diagnose a run without federation.secure and privacy.unit.",
+            "evaluation.diagnostics compares single uploads, which this run keeps from the server or puts noise on.",
+            "Set evaluation.diagnostics=false, or diagnose a run without federation.secure and privacy.unit.",
         )
 
 

@@ -32,12 +32,12 @@ def protection_of(experiment: Experiment) -> Guard | SecureAggregation | Private
     if privacy is not None and (mean := privacy.mean()) is not None:
         return mean
     factor = (NORM_FACTOR if real else None) if rules.norm_factor == "auto" else rules.norm_factor
-    if not real and factor is None and rules.robust == "none":
+    if not real and factor is None and rules.aggregator == "none":
         return None
     return Guard(
         experiment.folder / SPOOL,
         norm_factor=factor,
-        robust=rules.robust,
+        robust=rules.aggregator,
         trim=rules.trim,
         largest_value=LARGEST_VALUE if real else None,
         revoked=experiment.remote.is_revoked if experiment.remote is not None else lambda client: False,

@@ -39,7 +39,7 @@ class Lines(Silent):
 def site_of(config: Config, client: int, **changes: Any) -> SiteSettings:
     """Returns the settings of one client's site, which holds its share of the run's data."""
     data = {**config.data.model_dump(), "seed": config.seed, "shares": config.federation.clients, "share": client}
-    del data["max_tokens"]
+    del data["max_length"]
     settings = {"client": client, "server": "127.0.0.1:1", "model": config.model.model_dump(), "data": data}
     accept = {"min_scored": 1, **changes.pop("accept", {})}  # the runs of these tests score few examples
     return SiteSettings.model_validate({**settings, "accept": accept, **changes})
@@ -67,7 +67,7 @@ def serve_on(
     """Runs a config over a Grid, with the server in `folder`."""
     write_text(folder / "run.yaml", config.resolved_yaml())
     settings = ServerSettings.model_validate(
-        {"reads_data": True, "wait_seconds": 5, "reconnect_seconds": 0, "deliver": False, **server}
+        {"server_evaluation": True, "wait_seconds": 5, "reconnect_seconds": 0, "deliver": False, **server}
     )
     return serve(GridTransport(grid), settings, folder, progress=progress, poll_seconds=0.0)
 

@@ -38,7 +38,7 @@ def test_a_codec_rounds_alike_on_every_engine(tmp_path: Path, monkeypatch: pytes
 
     def run(codec: str) -> Ended:
         """Runs on `local` with a codec, and on `flower` too if it rounds; returns how both ended."""
-        config = small_config(model, *QUICK, f"federation.codec={codec}", base="fedit/tiny-tasks")
+        config = small_config(model, *QUICK, f"federation.wire_dtype={codec}", base="fedit/tiny-tasks")
         experiment.run(config, tmp_path / codec / "local")
         local = ended(tmp_path / codec / "local")
         if codec != "fp32":

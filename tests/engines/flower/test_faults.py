@@ -130,7 +130,7 @@ def test_faulty_uploads_are_left_out_and_the_run_goes_on(
 
 def test_a_federation_need_not_score_its_initial_state(config: Config, local: Ended, tmp_path: Path) -> None:
     """Round 1 comes first; all else is as it is on one machine."""
-    quick = changed(config, "evaluation", initial=False)
+    quick = changed(config, "evaluation", eval_on_start=False)
     grid, _ = federation(quick, tmp_path)
     serve_on(grid, quick, tmp_path)
     later = [record for record in local.records if record["round"] > 0]
@@ -140,11 +140,11 @@ def test_a_federation_need_not_score_its_initial_state(config: Config, local: En
 
 def test_scores_that_are_not_public_are_refused_before_anything_is_trained(config: Config, tmp_path: Path) -> None:
     """A server without data has the clients' own models scored; nothing of that waits for the first evaluation."""
-    private = changed(config, "evaluation", initial=False)
+    private = changed(config, "evaluation", eval_on_start=False)
     private = changed(private, "privacy", unit="client", noise_multiplier=1.0)
     grid, _ = federation(private, tmp_path)
     with pytest.raises(ConfigError, match="scores of the clients' own models are not public"):
-        serve_on(grid, private, tmp_path, reads_data=False)
+        serve_on(grid, private, tmp_path, server_evaluation=False)
     assert rounds_of(tmp_path) == []
 
 
@@ -167,7 +167,7 @@ def test_an_upload_that_is_requested_again_is_aggregated_once(config: Config, lo
 
 @pytest.mark.parametrize(("late", "dropped"), [("drop", "it is 1 round(s) late"), ("next_round", "")])
 def test_a_reply_after_the_deadline(late: str, dropped: str, config: Config, tmp_path: Path) -> None:
-    hasty = changed(config, "federation", deadline_seconds=4.0, late=late, rounds=3)
+    hasty = changed(config, "federation", deadline_seconds=4.0, straggler_policy=late, rounds=3)
     grid, _ = federation(hasty, tmp_path)
     first = grid.nodes[100]
     change_replies(first, (1,), lambda reply: grid.withheld.add(102) or reply)
@@ -192,7 +192,7 @@ def test_answers_that_nobody_waits_for_any_more_are_deleted(
     last(grid).handle = lambda message: asked.append((message.kind, message.round)) or honest(message)
     change_replies(grid.nodes[100], (1,), lambda reply: grid.withheld.add(102) or reply)
     change_replies(grid.nodes[100], (5,), lambda reply: grid.withheld.clear() or reply)
-    serve_on(grid, hasty, tmp_path, reads_data=False, patience_seconds=50.0)
+    serve_on(grid, hasty, tmp_path, server_evaluation=False, patience_seconds=50.0)
     assert {("train", 1), ("hello", 1), ("score", 1)} <= set(asked)
     assert [len(record.rejected) for record in rounds_of(tmp_path)] == [1, 1, 1, 1, 0, 0]
     assert not grid.replies
@@ -369,7 +369,7 @@ def test_a_site_lets_out_no_more_than_it_says(
 def test_a_site_that_only_trains_gives_no_scores_and_takes_no_model_home(config: Config, tmp_path: Path) -> None:
     grid, trainers = federation(config, tmp_path, accept={"requests": ["train"]})
     lines = Lines()
-    result = serve_on(grid, config, tmp_path, lines, reads_data=False, deliver=True)
+    result = serve_on(grid, config, tmp_path, lines, server_evaluation=False, deliver=True)
     assert set(result.own) == {"client-000", "client-001"}
     assert not any(record.rejected for record in rounds_of(tmp_path))
     assert lines.says("client 2 has no scores: refused by its site: 'score' is not among accept.requests (train)")
@@ -511,7 +511,7 @@ def test_a_server_without_data_has_the_clients_score_and_take_home_their_own_mod
     config: Config, tmp_path: Path
 ) -> None:
     grid, trainers = federation(config, tmp_path)
-    result = serve_on(grid, config, tmp_path, reads_data=False, deliver=True)
+    result = serve_on(grid, config, tmp_path, server_evaluation=False, deliver=True)
     assert set(result.own) == {"client-000", "client-001", "client-002"}
     assert not result.scores
     for trainer in trainers:
@@ -551,7 +551,7 @@ def test_an_answer_that_is_too_large_for_its_kind_is_that_clients_failure(config
     for kind, size_bytes in (("score", HEADER_BYTES), ("deliver", 2**20), ("train", HEADER_BYTES + 2**26)):
         change_answers(last(grid), kind, lambda reply, size=size_bytes: replace(reply, body=bytes(size)))
     lines = Lines()
-    result = serve_on(grid, config, tmp_path, lines, reads_data=False, deliver=True)
+    result = serve_on(grid, config, tmp_path, lines, server_evaluation=False, deliver=True)
     assert set(result.own) == {"client-000", "client-001"}
     for record in rounds_of(tmp_path):
         says(record.rejected[0].reason, "its answer has more than", "which none of its kind can have")
@@ -586,7 +586,7 @@ def test_a_node_that_is_gone_when_a_message_is_sent_stops_nothing(
 
     monkeypatch.setattr(grid, "push_messages", take)
     lines = Lines()
-    result = serve_on(grid, config, tmp_path, lines, reads_data=False, deliver=True, grace_seconds=0.0)
+    result = serve_on(grid, config, tmp_path, lines, server_evaluation=False, deliver=True, grace_seconds=0.0)
     assert set(result.own) >= {"client-000", "client-001"}
     reason = "Flower did not accept a message"
     if kind == "train":
@@ -624,7 +624,7 @@ def test_a_client_that_gives_no_scores_is_waited_for_as_long_as_in_training(
     for kind in ("score", "deliver"):
         change_answers(last(grid), kind, lambda reply: None)
     lines = Lines()
-    result = serve_on(grid, config, tmp_path, lines, reads_data=False, deliver=True, patience_seconds=60.0)
+    result = serve_on(grid, config, tmp_path, lines, server_evaluation=False, deliver=True, patience_seconds=60.0)
     assert set(result.own) == {"client-000", "client-001"}
     assert lines.says("client 2 has no scores: did not answer within 60 s, when most others had")
     assert lines.says("The model of client 2: did not answer within 60 s, when most others had")

@@ -39,7 +39,7 @@ pytestmark = pytest.mark.timeout(900)
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     model = save_model(tmp_path_factory.mktemp("model"))
-    return small_config(model, *QUICK, "federation.clients=2", "evaluation.every=2", "evaluation.initial=false")
+    return small_config(model, *QUICK, "federation.clients=2", "evaluation.every=2", "evaluation.eval_on_start=false")
 
 
 @pytest.fixture(scope="module")

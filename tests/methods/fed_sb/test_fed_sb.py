@@ -33,7 +33,7 @@ from tests.oracles.sketches import weight_gradients
 
 TARGETS = ["attention", "router", "experts"]
 ETA = 0.05
-ONE_STEP = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=1, clip_norm=None)
+ONE_STEP = TrainingSettings(optimizer="adam", learning_rate=0.05, batch_size=2, steps=1, max_grad_norm=None)
 
 
 def fed_sb(**options) -> FedSB:

@@ -21,7 +21,7 @@ from tests.methods.federation import LARGE, client
 from tests.oracles.sketches import weight_gradients
 
 TARGETS = {"olmoe": ("attention", "router", "experts"), "llama": ("attention", "mlp")}
-SETTINGS = TrainingSettings(optimizer="adam", batch_size=2, accumulation=2, epochs=1, clip_norm=None)
+SETTINGS = TrainingSettings(optimizer="adam", batch_size=2, gradient_accumulation_steps=2, epochs=1, max_grad_norm=None)
 SIZE = 3
 
 

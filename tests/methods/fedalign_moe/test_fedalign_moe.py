@@ -184,9 +184,9 @@ def test_a_step_of_gate_and_experts_is_down_eq_11(form: str, layers: str, accumu
         optimizer="sgd",
         learning_rate=RATE,
         batch_size=len(TEXTS) // accumulation,
-        accumulation=accumulation,
+        gradient_accumulation_steps=accumulation,
         steps=1,
-        clip_norm=None,
+        max_grad_norm=None,
     )
     with SlotModel(backbone, [plan]) as model:
         cohort = Cohort(model, [work], settings, round_index=2, seed=1, pad_id=PAD)

@@ -29,7 +29,7 @@ from tests.oracles import fedalign_moe as oracle
 EXPERTS, TOP_K, HIDDEN = 5, 2, 3
 LAYER = MoeInfo("block", "block.gate", "block.experts", EXPERTS, TOP_K, HIDDEN, 4)
 PLAN = AdapterPlan((Lora(2, 2.0, ("experts",)), FullRouter()))
-SETTINGS = TrainingSettings(optimizer="adamw", learning_rate=0.02, batch_size=2, steps=3, clip_norm=None)
+SETTINGS = TrainingSettings(optimizer="adamw", learning_rate=0.02, batch_size=2, steps=3, max_grad_norm=None)
 
 
 def routing(tokens_of: list[int], seed: int, padding: bool = True, layer: int = 0) -> Routing:
@@ -309,7 +309,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance
 
 def test_a_client_in_a_cohort_gets_the_gradients_and_steps_that_it_gets_alone() -> None:
     exact = tiny_backbone("olmoe", dtype=torch.float64)
-    settings = SETTINGS.model_copy(update={"steps": 5, "accumulation": 2})
+    settings = SETTINGS.model_copy(update={"steps": 5, "gradient_accumulation_steps": 2})
     for index, found in enumerate(trained(exact, [0, 1, 2], settings)):
         (alone,) = trained(exact, [index], settings)
         assert_same(found, alone, 1e-8)
@@ -335,7 +335,7 @@ def test_recomputed_layers_get_the_same_gradients(olmoe_backbone) -> None:
 
 def test_the_shares_of_accumulated_passes_add_up_to_one(olmoe_backbone) -> None:
     """Client 0 has finished after one optimizer step."""
-    settings = TrainingSettings(batch_size=2, accumulation=2, epochs=1, clip_norm=None)
+    settings = TrainingSettings(batch_size=2, gradient_accumulation_steps=2, epochs=1, max_grad_norm=None)
     with SlotModel(olmoe_backbone, [PLAN] * 2) as model:
         work = [work_of(0, 3), work_of(1, 7)]
         cohort = Cohort(model, work, settings, round_index=1, seed=3, pad_id=PAD)

@@ -345,7 +345,12 @@ def test_the_balance_loss_counts(llama_backbone: Backbone, tmp_path: Path) -> No
     moved = {}
     for balance, accumulation in ((0.0, 1), (0.1, 1), (0.2, 1), (0.1, 2)):
         settings = TrainingSettings(
-            optimizer="sgd", learning_rate=1.0, batch_size=2, accumulation=accumulation, steps=1, clip_norm=None
+            optimizer="sgd",
+            learning_rate=1.0,
+            batch_size=2,
+            gradient_accumulation_steps=accumulation,
+            steps=1,
+            max_grad_norm=None,
         )
         known = federation(llama_backbone, tmp_path / f"{balance} {accumulation}", balance=balance, dropout=0.0)
         known.examples[2] = known.examples[2][:1] * 10

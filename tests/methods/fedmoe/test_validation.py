@@ -24,7 +24,7 @@ PLAN = AdapterPlan((Lora(2, 0.5, ("attention",)),))
 def cohort_of(model: SlotModel, clients: int) -> Cohort:
     work = [LocalWork(client(index, LARGE), [], Payload(), Payload()) for index in range(clients)]
     return Cohort(
-        model, work, TrainingSettings(batch_size=2, steps=1, clip_norm=None), round_index=1, seed=3, pad_id=PAD
+        model, work, TrainingSettings(batch_size=2, steps=1, max_grad_norm=None), round_index=1, seed=3, pad_id=PAD
     )
 
 

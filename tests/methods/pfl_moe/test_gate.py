@@ -25,7 +25,7 @@ from tests.oracles import pfl_moe as oracle
 from tests.oracles.lora import MergedModel
 
 PLAN = AdapterPlan((Lora(2, 0.5, ("q_proj", "v_proj")),))
-TRAINING = TrainingSettings(batch_size=2, steps=1, clip_norm=None)
+TRAINING = TrainingSettings(batch_size=2, steps=1, max_grad_norm=None)
 HOW = GateSettings("hidden", 3.0, 0.1, 0.01)
 
 
@@ -142,7 +142,7 @@ def test_the_gate_goes_to_the_better_model() -> None:
     noise = random_adapter(backbone.info, plan, 5)
     with SlotModel(backbone, [plan]) as model:
         work = [LocalWork(client(0, LARGE), rows, Payload(), Payload())]
-        settings = TrainingSettings(optimizer="adam", learning_rate=0.02, batch_size=4, steps=30, clip_norm=None)
+        settings = TrainingSettings(optimizer="adam", learning_rate=0.02, batch_size=4, steps=30, max_grad_norm=None)
         cohort = Cohort(model, work, settings, round_index=1, seed=3, pad_id=PAD)
         cohort.load(0, random_adapter(backbone.info, plan, 1, 0.1))
         for step in cohort.steps():

@@ -132,7 +132,7 @@ def test_with_a_codec_that_rounds_the_buffer_is_sent_to_all(
     """What a client could derive would be the rounding of Theta over eta Gamma; both settings are one run."""
     monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
     monkeypatch.setattr("fedguild.wire.codec.SMALLEST_SHRUNK", 1)
-    few = (f"federation.codec={codec}", "evaluation.max_examples=2", "federation.rounds=3")
+    few = (f"federation.wire_dtype={codec}", "evaluation.max_examples=2", "federation.rounds=3")
     model, traffic = save_model(tmp_path / "model"), []
     for mode in ("when_needed", "always"):
         settings = (*few, f"method.send_pseudo_gradient={mode}", "name=coded")
@@ -168,7 +168,7 @@ def test_a_checkpoint_changes_no_bit(olmoe_backbone: Backbone, tmp_path: Path) -
 def test_a_killed_run_resumes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the clients a round; killed in round 3, after one of them kept its memory of that round."""
     monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
-    half = ("federation.participation=0.5", "federation.cohort_size=1", "evaluation.max_examples=2", "name=half")
+    half = ("federation.client_fraction=0.5", "federation.cohort_size=1", "evaluation.max_examples=2", "name=half")
     config = small_config(save_model(tmp_path / "model"), *half, base="ub-smoe/tiny-tasks")
     experiment.run(config, tmp_path / "whole")
     with monkeypatch.context() as patch:

@@ -201,7 +201,14 @@ def train(
 
 
 CLIENTS = [client(0, LARGE, 7), client(1, SMALL, 3), client(2, MIDDLE, 5), client(3, SMALL, 9)]
-ONE_STEP = TrainingSettings(optimizer="sgd", learning_rate=1.0, batch_size=2, accumulation=2, steps=1, clip_norm=None)
+ONE_STEP = TrainingSettings(
+    optimizer="sgd",
+    learning_rate=1.0,
+    batch_size=2,
+    gradient_accumulation_steps=2,
+    steps=1,
+    max_grad_norm=None,
+)
 TEN_STEPS = TrainingSettings(
     optimizer="adamw",
     betas=(0.9, 0.95),
@@ -209,9 +216,9 @@ TEN_STEPS = TrainingSettings(
     weight_decay=0.01,
     learning_rate=0.01,
     batch_size=2,
-    accumulation=2,
+    gradient_accumulation_steps=2,
     steps=10,
-    clip_norm=None,
+    max_grad_norm=None,
 )
 VARIANTS = [{}, {"modulation": "preserve", "pseudo_gradient": "token"}, {"gating": "native", "scaling": "linear"}]
 NEEDED = (2, 3, 1)

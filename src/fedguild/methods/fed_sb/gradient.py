@@ -46,7 +46,7 @@ def mean_gradients(cohort: Cohort, sample: float) -> list[dict[str, Tensor]]:
     Returns:
         For each slot name -> fp32 gradient on the CPU, at the slot's own shape.
     """
-    per_step = cohort.settings.batch_size * cohort.settings.accumulation
+    per_step = cohort.settings.batch_size * cohort.settings.gradient_accumulation_steps
     most = [max(1, math.ceil(sample * len(work.examples) / per_step)) for work in cohort.work]
     sums: dict[str, Tensor] = {}
     for step in cohort.steps(most):
