@@ -13,6 +13,7 @@ from fedguild.methods import build_method
 from fedguild.model.backbone import describe_config
 from fedguild.secure.form import Form, LinearMean
 from fedguild.secure.session import STEPS
+from fedguild.server.method import secure_form
 from fedguild.server.secure_round import to_payload, whole_form
 from fedguild.wire.accounting import size_bytes
 from tests.methods.federation import LARGE
@@ -42,7 +43,7 @@ def test_equal_shapes_cost_at_most_a_seventh_more_on_a_published_model(name, cli
     """OLMoE-1B-7B: bytes of a client's round, the plain download and the session over the plain round's."""
     model = describe_config("allenai/OLMoE-1B-7B-0924")
     method = build_method(name, {})
-    form = whole_form(method.linear_form(model, [LARGE]), model)
+    form = whole_form(secure_form(method, model, [LARGE])[0], model)
     values = 4 * form.value_count
     down, up = session_bytes(form, clients)
     assert (values + down + up) / (2 * values) <= 1.15
@@ -71,8 +72,8 @@ def test_a_session_sums_the_factor_that_trains():
     )
     method, model = build_method("rolora", {"rank": 2}), describe_config("allenai/OLMoE-1B-7B-0924")
     odd, even, both = (
-        *(method.round_form(model, [LARGE], number) for number in (1, 2)),
-        method.linear_form(model, [LARGE]),
+        *(secure_form(method, model, [LARGE], number)[0] for number in (1, 2)),
+        secure_form(method, model, [LARGE])[0],
     )
     assert {name.rpartition(".")[2] for name in odd.means} == {"lora_B"}
     assert {name.rpartition(".")[2] for name in even.means} == {"lora_A"}

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.costs.shapes_only import LIMIT, ShapesOnly
 from fedguild.model.info import ModelInfo
+from fedguild.model.shapes_only import LIMIT, ShapesOnly
 from fedguild.packing import tensor_bytes
 from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
-from fedguild.server.method import Method, Upload
+from fedguild.server.method import Method
+from fedguild.server.terms import Upload
 from fedguild.server.validation import Omissible
 from fedguild.wire.accounting import bytes_by_part
 
@@ -87,7 +88,7 @@ def exchanges(
         rounds: Number of rounds; None for as many as the method's `costs` need to show every form of its payloads.
         absences: Whether to count also the exchanges after an absence.
         wire_dtype: The dtype that floating-point tensors are counted as; the wire itself carries them as they are.
-        limit: Values up to which a tensor is real (`fedguild.costs.shapes_only`).
+        limit: Values up to which a tensor is real (`fedguild.model.shapes_only`).
 
     Raises:
         ConfigError: the method's settings do not fit the model or the clients.
@@ -143,10 +144,10 @@ def _after(method: Method, state: Payload, model: ModelInfo, clients: Sequence[C
             download = method.download(state, model, client)
             sent = {
                 name: torch.rand(shape, generator=rng)
-                for name, shape in method.expected_upload(model, client, download).items()
+                for name, shape in method.expected_upload(model, client, download, number).items()
                 if not (method.costs.leave_out and isinstance(shape, Omissible))
             }
-            yield Upload(number, client, Payload(sent, method.expected_scalars(download)))
+            yield Upload(number, client, Payload(sent, method.expected_scalars(download)), download)
 
     return method.aggregate(state, uploads())
 

@@ -43,8 +43,9 @@ from fedguild.payload import ADAPTER, Payload
 from fedguild.server.aggregation import truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, truncate, weighted_product
-from fedguild.server.method import Deployment, Method, ServerCosts, Upload
+from fedguild.server.method import Deployment, Method, ServerCosts
 from fedguild.server.settings import UnequalRanksSettings
+from fedguild.server.terms import Upload
 from fedguild.server.uploads import collected, scaled_products
 
 
