@@ -209,7 +209,9 @@ def mean_by_rank(part: str, sent: Upload, rank: int, weights: Weighting = "size"
     return Terms(terms, {key: weight})
 
 
-def mean_of_padded(part: str, sent: Upload, adapter: Mapping[str, Tensor], rank: int, weight: Weight | Mapping[str, Weight]) -> Terms:
+def mean_of_padded(
+    part: str, sent: Upload, adapter: Mapping[str, Tensor], rank: int, weight: Weight | Mapping[str, Weight]
+) -> Terms:
     """Returns the terms of means of LoRA of unequal ranks, padded with zeros that count (HetLoRA).
 
     A rank whose holders have no weight keeps its value.
@@ -373,12 +375,15 @@ class RunningMeans(Means):
 
     @property
     def names(self) -> Iterable[str]:
+        """The names added so far."""
         return self._mean.names
 
     def has(self, name: str) -> bool:
+        """Whether its total weight is positive anywhere."""
         return self._mean.has(name)
 
     def total(self, key: str) -> Tensor:
+        """The running sum."""
         return self._totals[key]
 
     def _zeros(self, name: str) -> Tensor:
@@ -405,12 +410,15 @@ class OpenedMeans(Means):
 
     @property
     def names(self) -> Iterable[str]:
+        """The names of the form."""
         return self._form.means
 
     def has(self, name: str) -> bool:
+        """Whether any of it was opened."""
         return name in self._found_means.known and bool(self._found_means.known[name].any())
 
     def total(self, key: str) -> Tensor:
+        """The opened sum."""
         return torch.from_numpy(np.array(self._found_means.weights[key]))
 
     def _zeros(self, name: str) -> Tensor:
