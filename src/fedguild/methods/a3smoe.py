@@ -25,15 +25,13 @@ Readings and deviations (docs/methods/a3smoe.md):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import torch
+from collections.abc import Mapping
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import activation_frequency, load_received, train
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.model.plan import AdapterPlan
 from fedguild.payload import ADAPTER, ROUTING, Payload, with_part
 from fedguild.server.aggregation import activation_weights
 from fedguild.server.limits import require_within_top_k
@@ -63,11 +61,6 @@ class A3Smoe(Method):
         """Returns LoRA at full rank with the budget's K_c active experts."""
         model.require_experts("A3SMoE")
         return AdapterPlan((self.settings.lora,), require_within_top_k(model, budget))
-
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Line 1."""
-        plans = [self.plan(model, budget) for budget in budgets]
-        return Payload.of({ADAPTER: initial_adapter(model, plans[0], rng)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 to 5."""

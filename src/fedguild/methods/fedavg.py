@@ -25,16 +25,12 @@ Readings and deviations (docs/methods/fedavg.md):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
-
 from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.payload import ADAPTER, Payload
+from fedguild.model.plan import AdapterPlan
+from fedguild.payload import Payload
 from fedguild.server.method import RUNNING_MEAN, Method
 from fedguild.server.settings import AveragingSettings, averaging_plan, fitting_averaging_defaults
 
@@ -60,10 +56,6 @@ class FedAvg(Method):
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the same plan for every budget."""
         return averaging_plan(model, self.settings)
-
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Line 1."""
-        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, budgets[0]), rng)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""

@@ -30,9 +30,6 @@ Readings and deviations (docs/methods/smoe-llb.md):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from pydantic import Field
 
 from fedguild.client.budget import Budget
@@ -41,8 +38,8 @@ from fedguild.client.load_balancing import LoadBalancing
 from fedguild.client.observing import observing
 from fedguild.client.training import load_received, trained_adapters
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.payload import ADAPTER, Payload
+from fedguild.model.plan import AdapterPlan
+from fedguild.payload import Payload
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.method import RUNNING_MEAN, Method, NotPrivate
 from fedguild.server.settings import Alpha, LoraSettings, Targets
@@ -71,11 +68,6 @@ class SmoeLlb(Method):
         """Returns LoRA at full rank with the budget's K_c active experts."""
         model.require_experts("SMoE-LLB")
         return AdapterPlan((self.settings.lora,), require_within_top_k(model, budget))
-
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Line 1."""
-        plans = [self.plan(model, budget) for budget in budgets]
-        return Payload.of({ADAPTER: initial_adapter(model, plans[0], rng)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""

@@ -1,7 +1,28 @@
-"""The protocol of a method: both halves of a paper's algorithm, four hooks to write and defaults for the rest.
+"""The protocol of a method: both halves of a paper's algorithm, of which only the plan has no default.
 
-State goes in and comes out; the round loop never names a method. Every hook but `local_update` runs on
-the server; `local_update` runs where the client's data is. No method inherits from another.
+State goes in and comes out; the round loop never names a method. `local_update` and, in a secure round, `terms` run where
+the client's data is, everything else on the server. No method inherits from another. LoRA with equal weights:
+
+    >>> from fedguild.server.settings import LoraSettings
+    >>> class Averaging(Method):
+    ...     Settings = LoraSettings
+    ...     not_private = ""
+    ...
+    ...     def plan(self, model, budget):
+    ...         return AdapterPlan((self.settings.lora,))
+    ...
+    ...     def terms(self, sent):
+    ...         return mean(ADAPTER, sent, "uniform")
+
+Its state before a round, two uploads of clients with 10 and 90 examples, and its state after the round:
+
+    >>> method, budget = Averaging(LoraSettings(targets=("attention",))), Budget("one", 0, 4)
+    >>> state = Payload({"adapter/x": torch.zeros(2)})
+    >>> sent = [Payload({"adapter/x": torch.tensor([1.0, 2.0])}), Payload({"adapter/x": torch.tensor([3.0, 4.0])})]
+    >>> clients = [ClientInfo(0, budget, 10), ClientInfo(1, budget, 90)]
+    >>> uploads = [Upload(1, client, payload, state) for client, payload in zip(clients, sent)]
+    >>> method.aggregate(state, uploads).tensors["adapter/x"]
+    tensor([2., 3.])
 """
 
 from __future__ import annotations
@@ -19,10 +40,11 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.merge_ledger import MERGE, VERSION, up_to
+from fedguild.client.training import load_received, train
 from fedguild.config.privacy import Unit
 from fedguild.errors import ConfigError
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.model.shapes_only import ShapesOnly
 from fedguild.payload import ADAPTER, Payload, Scalar
 from fedguild.secure.form import Form
@@ -116,7 +138,7 @@ RUNNING_MEAN = ServerCosts("O(n), whatever C is: a running mean", "O(C n)")
 
 
 class Method(ABC):
-    """A federated method: `plan`, `start`, `local_update` and `aggregate`, and overrides where a paper differs.
+    """A federated method: `plan`, and overrides of the defaults where a paper differs.
 
     If clients train on other machines, the method is rebuilt there from its `name` and its `settings`.
 
@@ -194,13 +216,21 @@ class Method(ABC):
         """
         return None
 
-    @abstractmethod
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Returns the state before the first round; the part `adapter` holds the tensors sent and aggregated."""
+        """Returns the state before the first round; the part `adapter` holds the tensors sent and aggregated.
 
-    @abstractmethod
+        By default the adapter of the first budget's plan.
+        """
+        plans = [self.plan(model, budget) for budget in budgets]
+        return Payload.of({ADAPTER: initial_adapter(model, plans[0], rng)})
+
     def local_update(self, cohort: Cohort) -> list[Payload]:
-        """Trains the cohort's clients on their own data; returns their uploads, in slot order."""
+        """Trains the cohort's clients on their own data; returns their uploads, in slot order.
+
+        By default each loads what it received and trains it by the plain loop.
+        """
+        load_received(cohort)
+        return train(cohort)
 
     # The server's half of a mean
 

@@ -24,9 +24,6 @@ Readings and deviations (docs/methods/fedptuning.md):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -36,7 +33,7 @@ from fedguild.client.training import load_received, train
 from fedguild.methods.fedptuning.encoded_prompt import EncodedPrompt, encoded_prompt
 from fedguild.model.adapters.soft_prompt import PROMPT, SoftPrompt
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.model.plan import AdapterPlan
 from fedguild.payload import ADAPTER, Payload
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method
 from fedguild.server.settings import MethodSettings
@@ -66,10 +63,6 @@ class FedPTuning(Method):
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns an encoded prompt and no LoRA, the same for every budget."""
         return AdapterPlan((EncodedPrompt(self.settings.tokens, self.settings.width, model.hidden),))
-
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Line 1."""
-        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, budgets[0]), rng)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
