@@ -100,11 +100,14 @@ def exchanges(
         states = [method.enroll(state, model, clients)]
         for number in range(1, rounds):
             states.append(_after(method, states[-1], model, asked, number))
-        per_round = [[_exchange(method, state, model, client, wire_dtype) for client in asked] for state in states]
+        per_round = [
+            [_exchange(method, state, model, client, number, wire_dtype) for client in asked]
+            for number, state in enumerate(states, 1)
+        ]
         missed = []
         if absences and rounds > 1:
             for absent, state in _after_absences(method, states, model, clients, asked):
-                missed += [_exchange(method, state, model, client, wire_dtype) for client in absent]
+                missed += [_exchange(method, state, model, client, rounds, wire_dtype) for client in absent]
     missed.sort(key=lambda exchange: exchange.client.index)
     return Exchanges(per_round, missed, sum(tensor_bytes(tensor) for tensor in states[-1].tensors.values()), period)
 
@@ -153,11 +156,11 @@ def _after(method: Method, state: Payload, model: ModelInfo, clients: Sequence[C
 
 
 def _exchange(
-    method: Method, state: Payload, model: ModelInfo, client: ClientInfo, wire_dtype: torch.dtype
+    method: Method, state: Payload, model: ModelInfo, client: ClientInfo, number: int, wire_dtype: torch.dtype
 ) -> Exchange:
     download = method.download(state, model, client)
     scalars = method.expected_scalars(download)
-    shapes = method.expected_upload(model, client, download)
+    shapes = method.expected_upload(model, client, download, number)
     needed = {name: shape for name, shape in shapes.items() if not isinstance(shape, Omissible)}
     received = {name: _sent(tensor, wire_dtype) for name, tensor in download.tensors.items()}
     return Exchange(

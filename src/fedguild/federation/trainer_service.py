@@ -196,7 +196,7 @@ class TrainerService:
         experiment = session.experiment
         method, model, client = experiment.method, experiment.backbone.info, experiment.clients[0]
         task = Task(message.round, client, read_payload(message.body, "The download"))
-        expected = method.expected_upload(model, client, task.download)
+        expected = method.expected_upload(model, client, task.download, task.round)
         _require_none(self.policy.names_refusal(expected) or self._count_refusal(message, session))
         experiment.memory.forget(max(0, message.round - config.federation.keep_checkpoints))
         secret = private_seed(session.secret, experiment.config, message.body)

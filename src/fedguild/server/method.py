@@ -1,6 +1,6 @@
 """The protocol of a method: both halves of a paper's algorithm, of which only the plan has no default.
 
-State goes in and comes out; the round loop never names a method. `local_update` and, in a secure round, `terms` run where
+State goes in and comes out; the round loop never names a method. `local_update`, and `terms` in a secure round, run where
 the client's data is, everything else on the server. No method inherits from another. LoRA with equal weights:
 
     >>> from fedguild.server.settings import LoraSettings
@@ -151,8 +151,8 @@ class Method(ABC):
         is_mean: Whether `aggregate` depends on the uploads by a mean of their part `adapter` only, with one weight for
             each client; a robust estimate may then take the mean's place (`federation.robust`). An instance may say it
             of its options.
-        not_linear: Why the server of a method with an `aggregate` of its own does not take sums alone, a clause without
-            a subject's name.
+        not_linear: Why the server does not take sums alone, a clause without a subject's name; for an `aggregate` of
+            its own, or for terms that are not secure.
         not_private: Why it cannot run with differential privacy, a clause without a subject; empty where it can. See
             `privacy_refusal`.
         data_free_scalars: Names of the scalars of an upload whose values a client chooses without looking at its data.
@@ -439,10 +439,10 @@ def secure_form(
     Raises:
         ConfigError: the method's server does not take sums alone.
     """
-    why = ""
-    if type(method).aggregate is not Method.aggregate:
-        why = method.not_linear or "its `aggregate` does not say which sums it takes of them"
-    else:
+    why = method.not_linear
+    if not why and type(method).aggregate is not Method.aggregate:
+        why = "its `aggregate` does not say which sums it takes of them"
+    if not why:
         clients = [ClientInfo(index, budget, 1) for index, budget in enumerate(budgets)]
         with ShapesOnly():
             terms = [method.terms(upload) for upload in _uploads_of_zeros(method, model, clients, round_index)]

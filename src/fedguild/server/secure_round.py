@@ -162,7 +162,7 @@ class SecureAggregation:
             if step == "send":
                 disclosed = {client: Payload(answer.part(DISCLOSED)) for client, answer in read.items()}
             failed = {client: why for client, why in answers.items() if isinstance(why, str)}
-            failed |= _unfit(method, state, model, form, clients, disclosed)
+            failed |= _unfit(method, state, model, form, round, clients, disclosed)
             arrays: dict[int, dict[str, NDArray[np.generic]]] = {}
             for client, answer in read.items():
                 try:
@@ -252,6 +252,7 @@ def _unfit(
     state: Payload,
     model: ModelInfo,
     form: Form,
+    round: int,
     clients: Mapping[int, ClientInfo],
     disclosed: Mapping[int, Payload],
 ) -> dict[int, str]:
@@ -262,9 +263,12 @@ def _unfit(
         shapes: dict[str, tuple[int, ...]] = {}
         bounds: Mapping[str, Bound] = {}
         if form.disclosed:
-            expected = method.expected_upload(model, info, method.download(state, model, info))
+            expected = method.expected_upload(model, info, method.download(state, model, info), round)
             shapes = {name: shape for name, shape in expected.items() if name.partition("/")[0] in form.disclosed}
             bounds = method.bounds(model, info)
+        if sent.tensors and not form.disclosed:
+            faults[client] = f"{info.name} sent in the clear what {method.name} does not ask for"
+            continue
         try:
             check_upload(sent, shapes, client=info.name, largest_value=LARGEST_SENT, bounds=bounds)
         except UploadError as error:

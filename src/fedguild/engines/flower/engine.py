@@ -161,7 +161,7 @@ class FlowerEngine:
         if not tasks:
             return
         started, round = time.monotonic(), tasks[0].round
-        self._shapes_of = lambda task: method.expected_upload(model, task.client, task.download)
+        self._shapes_of = lambda task: method.expected_upload(model, task.client, task.download, task.round)
         self._receive(round)
         yield from self._late_deliveries(method, model, round)
         for probe in self._probes.values():

@@ -244,7 +244,7 @@ class FedAMoLE(Method):
     def terms(self, sent: Upload) -> Terms:
         """Line 7 (Eq. 10 and 12); lines 8 to 10 need each client's embeddings by themselves."""
         means = mean(POOL, sent, "uniform", tensors=uploaded_tensors(sent.payload), is_change=False)
-        return replace(means, disclose=(TOKEN,), secure=False, why="it assigns experts by every client's embedding")
+        return replace(means, disclose=(TOKEN,), secure=False, why=self.not_linear)
 
     def update(self, state: Payload, means: Means) -> Payload:
         """Lines 7 to 10."""

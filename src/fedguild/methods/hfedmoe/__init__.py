@@ -160,8 +160,7 @@ class HFedMoe(Method):
             for name, term in terms.means.items()
             if name.removeprefix(f"{ADAPTER}/").rpartition(".")[0] in preference
         }
-        why = "the sum of the sizes of an expert's users would tell who they are"
-        return terms | Terms(routers, secure=False, why=why)
+        return terms | Terms(routers, secure=False, why=self.not_linear)
 
     def expected_upload(
         self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0

@@ -283,7 +283,7 @@ class UbSmoe(Method):
         """Lines 9 and 11, eta Gamma, and figures of each budget; a layer counts where a client's tokens reached it."""
         numbers, examples = sent.payload.part(TRAINING), float(sent.client.examples)
         step_size = {STEP_SIZE: numbers[STEP_SIZE].clamp(min=0)}
-        figures = {name: numbers[name].clamp(min=0) for name in (IDLE, RATIO)}
+        figures = {name: numbers[name].clamp(min=0) for name in (IDLE, RATIO) if name in numbers}
         terms = (
             mean(ADAPTER, sent)
             | mean(TRAINING, sent, tensors=step_size, is_change=False)
