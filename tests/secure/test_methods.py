@@ -29,7 +29,7 @@ from fedguild.server.rounds import run_round
 from fedguild.server.secure_round import SecureAggregation
 from fedguild.server.terms import Terms
 from tests.backbones import tiny_backbone
-from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client
+from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client
 from tests.methods.test_matrix import CASES
 
 BUDGETS = (LARGE, SMALL)
@@ -481,7 +481,7 @@ class TestRefusals:
         forms, refusals = set(), []
         for name in METHODS:
             try:
-                secure_form(build_method(name, LINEAR.get(name, {})), backbone.info, (LARGE, MIDDLE))
+                secure_form(build_method(name, LINEAR.get(name, {})), backbone.info, BUDGETS)
                 forms.add(name)
             except ConfigError as error:
                 refusals.append(error.message)

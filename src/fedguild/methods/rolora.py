@@ -99,8 +99,10 @@ class RoLoRA(Method):
         self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
     ) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of the factor that trains in the round."""
-        plan = self.plan(model, client.budget)
-        plan = self.further_plan(model, client.budget, round_index) if round_index else plan
+        if round_index:
+            plan = self.further_plan(model, client.budget, round_index)
+        else:
+            plan = plan_of_round(self.plan(model, client.budget), download)
         return in_part(ADAPTER, trainable_shapes(model, plan))
 
     def terms(self, sent: Upload) -> Terms:

@@ -1,7 +1,7 @@
 """The protocol of a method: both halves of a paper's algorithm, of which only the plan has no default.
 
-State goes in and comes out; the round loop never names a method. `local_update`, and `terms` in a secure round, run where
-the client's data is, everything else on the server. No method inherits from another. LoRA with equal weights:
+State goes in and comes out; the round loop never names a method. `local_update` and, if secure, `terms` run where the
+client's data is, everything else on the server. No method inherits from another. Averaged LoRA with equal weights:
 
     >>> from fedguild.server.settings import LoraSettings
     >>> class Averaging(Method):
@@ -434,7 +434,7 @@ def secure_form(
         method: The method.
         model: The backbone's description.
         budgets: All budgets of the run, in the config's order.
-        round_index: The round, from 1; 0 for all that any round sums.
+        round_index: The round, from 1; 0 for the one that follows the start.
 
     Raises:
         ConfigError: the method's server does not take sums alone.

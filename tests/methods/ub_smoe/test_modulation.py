@@ -23,7 +23,7 @@ SHARES = [[0.5, 1.0, 0.0, 0.5], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
 def rate_of(shares: list[list[float]], examples: list[int]) -> dict[str, Tensor]:
     """As the server finds it from what clients send."""
     method, means = UbSmoe(UbSmoe.Settings()), RunningMeans()
-    figures = {name: torch.zeros(()) for name in ("step_size", "without")}
+    figures = {name: torch.zeros(()) for name in ("step_size", "without_pseudo_gradient")}
     for index, (share, count) in enumerate(zip(shares, examples, strict=True)):
         sent = Payload.of({"utilisation": {"layer": torch.tensor(share)}, "training": figures})
         upload = Upload(1, ClientInfo(index, Budget("one", 2, 4), count), sent)
