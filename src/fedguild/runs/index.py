@@ -32,13 +32,6 @@ class RunSummary:
     """A run in a line.
 
     Attributes:
-        folder: Its folder.
-        name: Its name.
-        method: Its method.
-        model: Its backbone.
-        data: Its corpus.
-        clients: How many clients it has.
-        seed: Its seed.
         rounds: The rounds that its config asks for; 0 if that is not known.
         round: The last complete round.
         word: How it stands.
@@ -46,7 +39,6 @@ class RunSummary:
         score: The last score: the mean over the budgets, or over the clients; None before the first.
         before: The same before training.
         seconds: Wall time of its complete rounds.
-        has_report: Whether its report was written.
     """
 
     folder: Path
@@ -66,16 +58,11 @@ class RunSummary:
     has_report: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values, without the folder."""
         return {key: value for key, value in asdict(self).items() if key != "folder"}
 
 
 class SummaryReader(FollowedRun):
-    """The summary of a run that may be going on; reads only what is new.
-
-    Args:
-        folder: The run's folder; it need not exist yet.
-    """
+    """The summary of a run that may be going on; reads only what is new."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, RoundRecord, EvaluationRecord)

@@ -35,7 +35,6 @@ class GridView:
         self._scanned = -SCAN_SECONDS
 
     def refresh(self) -> bool:
-        """Reads what is new; returns whether there is more to read already."""
         if self._clock() - self._scanned >= SCAN_SECONDS:
             self._scanned = self._clock()
             self._scan()
@@ -50,7 +49,6 @@ class GridView:
         return False
 
     def close(self) -> None:
-        """Forgets what was read."""
         self._readers.clear()
 
     def _scan(self) -> None:
