@@ -35,7 +35,6 @@ from fedguild.runs.index import (
     RunSummary,
     find_pages,
     find_runs,
-    summarise,
 )
 from fedguild.runs.standing import STATUS
 
@@ -125,7 +124,7 @@ def write_index(folder: Path) -> Path:
         CheckpointError: there is no run below the folder.
         FedGuildError: the page cannot be written.
     """
-    found = [summarise(each) for each in find_runs(folder)]
+    found = [RunSummary(each) for each in find_runs(folder)]
     if not found:
         raise CheckpointError(
             f"There is no run in {folder}, nor below it.",
@@ -257,7 +256,7 @@ def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
         "method": lambda run: run.method,
         "data": lambda run: run.data,
         "model": lambda run: run.model,
-        "status": lambda run: STATUS[run.word],
+        "status": lambda run: STATUS[run.how.word],
     }
     choices = {key: sorted({value(run) for run in found} - {""}) for key, value in of.items()}
     places = {key: {choice: place for place, choice in enumerate(known)} for key, known in choices.items()}
@@ -267,15 +266,15 @@ def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
             "place": run.folder.relative_to(folder).as_posix(),
             "link": quote((run.folder / REPORT_FILE).relative_to(folder).as_posix()) if run.has_report else "",
             "places": [(key, places[key].get(value(run), "")) for key, value in of.items()],
-            "word": STATUS[run.word],
+            "word": STATUS[run.how.word],
             "cells": [
-                *(units.score(run.score), units.score(run.before), f"{run.round}/{run.rounds or '?'}"),
+                *(units.score(run.score), units.score(run.before), f"{run.round}/{run.planned_rounds or '?'}"),
                 *(run.method, run.data, run.model),
-                units.count(run.clients) if run.clients else units.MISSING,
-                units.MISSING if run.seed is None else str(run.seed),
+                units.count(run.number_of_clients) if run.number_of_clients else units.MISSING,
+                str(run.seed) if run.config else units.MISSING,
                 units.duration(run.seconds),
             ],
-            "reason": run.reason,
+            "reason": run.how.reason,
         }
         for run in found
     ]
@@ -283,7 +282,7 @@ def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
     return {
         "title": folder.resolve().name,
         "count": units.count_of(len(found), "run"),
-        "words": sorted(Counter(STATUS[run.word] for run in found).items()),
+        "words": sorted(Counter(STATUS[run.how.word] for run in found).items()),
         "filters": [{"key": key, "title": key.capitalize(), "choices": known} for key, known in choices.items()],
         "headings": headings,
         "rows": rows,
