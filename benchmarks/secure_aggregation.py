@@ -26,8 +26,8 @@ from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.secure.form import Form
 from fedguild.seeding import torch_rng
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms
-from fedguild.server.method import Method
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
+from fedguild.server.method import Method, secure_form
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round
 from fedguild.server.secure_round import SecureAggregation, whole_form
@@ -52,7 +52,7 @@ class Answering:
     """An engine whose clients answer at once: what they were sent, moved by noise, and shares of tokens."""
 
     def train(
-        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
         """Yields every task's delivery."""
         for task in tasks:
@@ -121,7 +121,7 @@ def total_bytes(outcome: Outcome) -> tuple[float, float]:
 
 
 def form_of(name: str, model: ModelInfo) -> Form:
-    return whole_form(build_method(name, METHODS[name]).linear_form(model, BUDGETS), model)
+    return whole_form(secure_form(build_method(name, METHODS[name]), model, BUDGETS)[0], model)
 
 
 def measure(name: str, model: ModelInfo, count: int, repeats: int, unheld: str) -> None:

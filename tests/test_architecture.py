@@ -187,7 +187,7 @@ def test_a_circle_of_imports_is_found_where_only_types_or_a_function_close_it(cl
         ("fedguild.engines.local", "fedguild.evaluation.tasks", False),
         ("fedguild.evaluation.tasks", "fedguild.costs.flops", False),
         ("fedguild.costs.profile", "fedguild.setup", False),
-        ("fedguild.setup.method_checks", "fedguild.costs.shapes_only", True),
+        ("fedguild.setup.method_checks", "fedguild.model.shapes_only", True),
         ("fedguild.report.costs", "fedguild.api.profiling", False),
         ("fedguild.report.html", "fedguild.experiment", False),
         ("fedguild.experiment", "fedguild.engines.local", True),

@@ -33,7 +33,6 @@ from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo
 from fedguild.report import table_figures
-from fedguild.server.method import Method
 from tools.records.cells import CellRecord, read_choices, read_records
 from tools.records.claims import VERDICTS, claims_in_short, count_verdicts, folded_claims
 from tools.records.pages import chosen_near_chance, summary_page, table_page
@@ -344,7 +343,7 @@ def _secure(page: Path) -> str:
     rows = []
     for name in METHODS:
         kind = METHODS.load(name)
-        mark = "no" if kind.linear_form is Method.linear_form else "yes"
+        mark = "no" if kind.not_linear else "yes"
         rows.append(f"| [`{name}`](../methods/{name}.md) | {mark} | {kind.not_linear} |")
     head = ["| method | aggregates securely | why not |", "| --- | --- | --- |"]
     return "\n".join([*head, *rows, ""])

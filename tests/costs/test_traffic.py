@@ -14,11 +14,11 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config.training import TrainingSettings
 from fedguild.costs.flops import cost
 from fedguild.costs.profile import profile
-from fedguild.costs.shapes_only import LIMIT, ShapesOnly
 from fedguild.costs.tiers import Workload
 from fedguild.costs.traffic import Exchange, Exchanges, exchanges
 from fedguild.methods import METHODS, build_method
 from fedguild.model.plan import adapter_shapes
+from fedguild.model.shapes_only import LIMIT, ShapesOnly
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.wire.accounting import HEADER, bytes_by_part

@@ -13,7 +13,7 @@ from fedguild.engines.coded import CodedEngine
 from fedguild.methods import build_method
 from fedguild.model.plan import AdapterPlan
 from fedguild.payload import Payload
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
 from fedguild.wire.codec import Codec, through
 
 CLIENTS = 4
@@ -25,7 +25,7 @@ class Echo:
     def __init__(self) -> None:
         self.received: list[Payload] = []
 
-    def train(self, method: Any, model: Any, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL) -> Iterator[Delivery]:
+    def train(self, method: Any, model: Any, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL) -> Iterator[Delivery]:
         self.received += [task.download for task in tasks]
         for task in tasks:
             yield Delivery(task, task.download, AdapterPlan(()))

@@ -28,7 +28,7 @@ from fedguild.packing import unpack
 from fedguild.payload import Payload
 from fedguild.privacy.dp_sgd import DpSgd
 from fedguild.privacy.noise import Noise
-from fedguild.server.engine import Terms
+from fedguild.server.engine import Wait
 from fedguild.setup import prepare
 from fedguild.wire.codec import encode
 from tests.engines.test_local import CLIENTS, deliver, engine_of, kept_rounds, tasks_of
@@ -44,7 +44,7 @@ def flame():
 def test_enough_trains_so_many_and_tells_the_others_in_client_order(olmoe_backbone, flame, tmp_path):
     everybody = deliver(olmoe_backbone, flame, tmp_path / "all", 1)
     engine = engine_of(olmoe_backbone, flame, tmp_path / "some", 1)
-    deliveries = list(engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone), Terms(enough=2)))
+    deliveries = list(engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone), Wait(enough=2)))
     assert [delivery.task.client for delivery in deliveries] == list(CLIENTS)
     needed = [index for index, delivery in enumerate(deliveries) if delivery.needed]
     assert len(needed) == 2
@@ -65,7 +65,7 @@ def test_no_cohort_begins_after_the_deadline_and_one_that_has_begun_is_waited_fo
     now = [0.0]
     monkeypatch.setattr(local.time, "monotonic", lambda: now[0])
     engine = engine_of(olmoe_backbone, flame, tmp_path, 2)
-    arriving = engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone), Terms(deadline_seconds=60.0))
+    arriving = engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone), Wait(deadline_seconds=60.0))
     deliveries = [next(arriving)]
     now[0] = 60.5
     deliveries += list(arriving)
@@ -77,7 +77,7 @@ def test_no_cohort_begins_after_the_deadline_and_one_that_has_begun_is_waited_fo
 
 def test_nobody_to_train_is_nothing_to_do(olmoe_backbone, flame, tmp_path):
     engine = engine_of(olmoe_backbone, flame, tmp_path, 2)
-    assert list(engine.train(flame, olmoe_backbone.info, [], Terms(enough=2))) == []
+    assert list(engine.train(flame, olmoe_backbone.info, [], Wait(enough=2))) == []
 
 
 def test_cohorts_keep_the_smaller_size_and_the_order():

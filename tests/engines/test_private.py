@@ -22,7 +22,7 @@ from fedguild.payload import Payload, Scalar
 from fedguild.privacy.accounting import Release
 from fedguild.privacy.clipping import clipped
 from fedguild.privacy.noise import Noise
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
 
 CLIENT = ClientInfo(2, Budget("all", 0, 2), 10)
 RECEIVED = {"adapter/a": torch.tensor([1.0, 2.0]), "adapter/b": torch.tensor([[3.0]])}
@@ -44,7 +44,7 @@ class Answering:
     def __init__(self, upload: dict[str, torch.Tensor] | None) -> None:
         self.upload = upload
 
-    def train(self, method: Any, model: Any, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL) -> Iterator[Delivery]:
+    def train(self, method: Any, model: Any, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL) -> Iterator[Delivery]:
         report = LocalReport(steps=3, tokens=50, examples=24, loss=1.5, seconds=2.0)
         upload = None if self.upload is None else Payload(self.upload, {"merge_version": 1})
         for task in tasks:

@@ -19,7 +19,7 @@ from fedguild.config.privacy import PrivacySettings
 from fedguild.errors import ConfigError, FedGuildError
 from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Wait
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round
 from fedguild.setup import Experiment, make_engine, prepare
@@ -134,7 +134,7 @@ class PreparedRun:
     state: Payload
     tasks: list[Task]
 
-    def train(self, terms: Terms = WAIT_FOR_ALL, engine: Engine | None = None) -> list[Delivery]:
+    def train(self, terms: Wait = WAIT_FOR_ALL, engine: Engine | None = None) -> list[Delivery]:
         """Returns the deliveries of all tasks, from the run's engine or another."""
         method, model = self.run.method, self.run.backbone.info
         return list((engine or self.engine).train(method, model, self.tasks, terms))
@@ -207,17 +207,17 @@ def test_a_cohort_on_which_every_actor_dies_fails_alone_and_an_idle_actor_that_d
 
 
 def test_enough_is_the_same_draw_as_on_the_local_engine(prepared):
-    deliveries = prepared.train(Terms(enough=2))
+    deliveries = prepared.train(Wait(enough=2))
     local, _ = make_engine(prepared.run)
     assert not isinstance(local, RayEngine)
-    expected = prepared.train(Terms(enough=2), local)
+    expected = prepared.train(Wait(enough=2), local)
     assert [delivery.failure for delivery in deliveries] == [delivery.failure for delivery in expected]
     assert [delivery.needed for delivery in deliveries].count(True) == 2
     assert "not needed: 2 others were faster" in {delivery.failure for delivery in deliveries}
 
 
 def test_no_cohort_begins_after_the_deadline(prepared):
-    deliveries = prepared.train(Terms(deadline_seconds=1e-9))
+    deliveries = prepared.train(Wait(deadline_seconds=1e-9))
     assert {delivery.failure for delivery in deliveries} == {"did not answer within 1e-09 s"}
 
 

@@ -11,7 +11,7 @@ import pytest
 from fedguild import experiment
 from fedguild.engines.local import LocalEngine
 from fedguild.runs.log import RoundRecord, RunLog
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, too_late
 from fedguild.server.method import Method
 from fedguild.server.round import RoundSetup
 from fedguild.setup import Experiment, make_engine, run_identity
@@ -24,7 +24,7 @@ class Post:
     def __init__(self, engine: LocalEngine, again: Sequence[Delivery] = ()) -> None:
         self.engine, self.waiting, self.sent = engine, list(again), list[Delivery]()
 
-    def train(self, method: Method, model: object, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL) -> Iterator:
+    def train(self, method: Method, model: object, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL) -> Iterator:
         late, self.waiting = self.waiting, []
         yield from late
         for delivery in self.engine.train(method, model, tasks, terms):

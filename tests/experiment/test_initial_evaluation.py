@@ -13,7 +13,7 @@ from fedguild.config import Config
 from fedguild.errors import CheckpointError
 from fedguild.report.html import write_comparison, write_report
 from fedguild.results import load_run
-from fedguild.runs.index import summarise
+from fedguild.runs.index import RunSummary
 from fedguild.runs.log import EvaluationRecord, RunLog
 from fedguild.server import checkpoint
 from fedguild.watch.board import Board
@@ -67,8 +67,8 @@ def test_nothing_but_the_scores_of_round_0_is_missing(olmoe_folder: Path, tmp_pa
     pages = {name: write_report(tmp_path / name).read_text("utf-8") for name in results}
     for said in (" before training.", "Round 0 is before training", ">before training<"):
         assert (said in pages["whole"], said in pages["quick"]) == (True, False), said
-    assert summarise(tmp_path / "quick").before is None
-    assert summarise(tmp_path / "quick").score == summarise(tmp_path / "whole").score
+    assert RunSummary(tmp_path / "quick").before is None
+    assert RunSummary(tmp_path / "quick").score == RunSummary(tmp_path / "whole").score
     write_comparison({name: [tmp_path / name] for name in results}, tmp_path)
 
 
@@ -95,7 +95,7 @@ def test_before_the_first_evaluation_a_run_has_no_score_but_is_followed(config: 
     with pytest.raises(CheckpointError, match="holds no score yet") as refused:
         load_run(tmp_path)
     assert "Wait for the first evaluation" in refused.value.hint
-    assert (summarise(tmp_path).round, summarise(tmp_path).score) == (1, None)
+    assert (RunSummary(tmp_path).round, RunSummary(tmp_path).score) == (1, None)
     view = RunView(tmp_path, Board())
     view.refresh()
     view.close()

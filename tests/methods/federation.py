@@ -64,7 +64,7 @@ class Federation:
         uploads = []
         for delivery in engine.train(self.method, self.model, tasks):
             assert delivery.upload is not None
-            uploads.append(Upload(round, delivery.task.client, delivery.upload))
+            uploads.append(Upload(round, delivery.task.client, delivery.upload, delivery.task.download))
         return uploads
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -188,7 +189,7 @@ def test_layers_keep_their_frequencies_on_the_wire(tmp_path: Path) -> None:
     backbone = tiny_backbone("olmoe", num_hidden_layers=12)
     method = flame(temperature=2.0, rescaler="none", targets=("experts",), rank=1)
     state, uploads = random_round(method, backbone, 2)
-    travelled = [Upload(sent.round, sent.client, decode(encode(sent.payload))) for sent in uploads]
+    travelled = [replace(sent, payload=decode(encode(sent.payload))) for sent in uploads]
     expected = method.aggregate(state, uploads).tensors
     for name, value in method.aggregate(state, travelled).tensors.items():
         torch.testing.assert_close(value, expected[name])

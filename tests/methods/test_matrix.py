@@ -220,7 +220,11 @@ def train(
     tasks = [Task(round, who, method.download(state, model, who)) for who in federation.clients]
     deliveries = list(engine.train(method, model, tasks))
     deliveries.sort(key=lambda delivery: delivery.task.client.index)
-    return [Upload(round, delivery.task.client, delivery.upload) for delivery in deliveries if delivery.upload]
+    return [
+        Upload(round, delivery.task.client, delivery.upload, delivery.task.download)
+        for delivery in deliveries
+        if delivery.upload
+    ]
 
 
 def second_round(federation: Federation, settings: TrainingSettings, cohort: int) -> tuple[Payload, list[Upload]]:
@@ -413,7 +417,7 @@ def test_aggregation_neither_depends_on_the_order_nor_holds_on_to_uploads(label:
     def overwritten(members: list[Upload]) -> Iterator[Upload]:
         for sent in members:
             tensors = {name: value.clone() for name, value in sent.payload.tensors.items()}
-            yield Upload(sent.round, sent.client, Payload(tensors, sent.payload.scalars))
+            yield replace(sent, payload=Payload(tensors, sent.payload.scalars))
             for value in tensors.values():
                 value.fill_(float("nan") if value.is_floating_point() else 0)
 

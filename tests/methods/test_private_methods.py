@@ -92,7 +92,7 @@ def test_a_method_that_says_it_can_trains_privately(unit: Unit, label: str, tmp_
                 assert bool(moved.ne(0).any()), name
                 if name.endswith("lora_B") and unit == "client":
                     assert bool(moved.ne(0).all()), name  # experts without a token, too
-            uploads.append(Upload(number, delivery.task.client, delivery.upload))
+            uploads.append(Upload(number, delivery.task.client, delivery.upload, delivery.task.download))
         if not CASES[label].is_product:
             state = method.aggregate(state, iter(uploads))
             broken = not_finite(state)

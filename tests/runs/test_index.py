@@ -12,7 +12,7 @@ from fedguild.report.html import write_index
 from fedguild.report.tables import run_table
 from fedguild.runs.activity import ActivityLog
 from fedguild.runs.folder import load_run
-from fedguild.runs.index import SummaryReader, find_runs, summarise
+from fedguild.runs.index import RunSummary, find_runs
 from tests.report.runs import write_run
 from tests.report.test_html import parsed
 
@@ -37,23 +37,23 @@ def test_every_run_below_a_folder_is_found_and_nothing_inside_one(runs: Path) ->
 
 
 def test_a_summary_is_that_of_the_tables(runs: Path) -> None:
-    run = summarise(runs / "flame <1>")
+    run = RunSummary(runs / "flame <1>")
     table = run_table(load_run(runs / "flame <1>"))
     assert run.score == pytest.approx(table.mean)
     assert run.before == pytest.approx(table.mean_before)
-    assert (run.method, run.data, run.clients, run.round, run.rounds) == ("flame", "tasks", 8, 6, 6)
-    assert (run.word, run.has_report, run.seconds) == ("finished", True, pytest.approx(6 * 4.6))
-    own = summarise(runs / "personal")
+    assert (run.method, run.data, run.number_of_clients, run.round, run.planned_rounds) == ("flame", "tasks", 8, 6, 6)
+    assert (run.how.word, run.has_report, run.seconds) == ("finished", True, pytest.approx(6 * 4.6))
+    own = RunSummary(runs / "personal")
     assert own.score == pytest.approx(run_table(load_run(runs / "personal")).mtal)
-    assert (own.word, own.reason) == ("failed", "disk full")
+    assert (own.how.word, own.how.reason) == ("failed", "disk full")
 
 
 def test_a_summary_follows_a_run(runs: Path) -> None:
-    reader = SummaryReader(runs / "personal")
-    before = reader.read()
-    assert reader.read() is before
+    summary = RunSummary(runs / "personal")
+    assert not summary.refresh()
     ActivityLog(runs / "personal").append("begun", pid=1)
-    assert reader.read().word == "finished"
+    assert summary.refresh()
+    assert summary.how.word == "finished"
 
 
 def test_the_page_filters_and_leads_to_the_reports(runs: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from rich.console import Console
 
@@ -11,8 +13,10 @@ from fedguild.costs.rows import as_rows
 from fedguild.costs.secure import session_bytes
 from fedguild.methods import build_method
 from fedguild.model.backbone import describe_config
+from fedguild.model.plan import trainable_shapes
 from fedguild.secure.form import Form, LinearMean
 from fedguild.secure.session import STEPS
+from fedguild.server.method import secure_form
 from fedguild.server.secure_round import to_payload, whole_form
 from fedguild.wire.accounting import size_bytes
 from tests.methods.federation import LARGE
@@ -42,7 +46,7 @@ def test_equal_shapes_cost_at_most_a_seventh_more_on_a_published_model(name, cli
     """OLMoE-1B-7B: bytes of a client's round, the plain download and the session over the plain round's."""
     model = describe_config("allenai/OLMoE-1B-7B-0924")
     method = build_method(name, {})
-    form = whole_form(method.linear_form(model, [LARGE]), model)
+    form = whole_form(secure_form(method, model, [LARGE])[0], model)
     values = 4 * form.value_count
     down, up = session_bytes(form, clients)
     assert (values + down + up) / (2 * values) <= 1.15
@@ -70,12 +74,10 @@ def test_a_session_sums_the_factor_that_trains():
         fedguild.profile("rolora/tiny-tasks", f"federation.secure={on}").profile for on in ("false", "true")
     )
     method, model = build_method("rolora", {"rank": 2}), describe_config("allenai/OLMoE-1B-7B-0924")
-    odd, even, both = (
-        *(method.round_form(model, [LARGE], number) for number in (1, 2)),
-        method.linear_form(model, [LARGE]),
-    )
+    odd, even = (secure_form(method, model, [LARGE], number)[0] for number in (1, 2))
+    both = trainable_shapes(model, method.plan(model, LARGE))
     assert {name.rpartition(".")[2] for name in odd.means} == {"lora_B"}
     assert {name.rpartition(".")[2] for name in even.means} == {"lora_A"}
-    assert odd.means.keys() | even.means.keys() == both.means.keys()
-    assert odd.value_count + even.value_count == both.value_count
+    assert odd.means.keys() | even.means.keys() == {f"adapter/{name}" for name in both}
+    assert odd.value_count + even.value_count == sum(map(math.prod, both.values()))
     assert secure.session[1] == pytest.approx(plain.tiers[0].upload.bytes, rel=0.2)

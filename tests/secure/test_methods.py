@@ -23,12 +23,13 @@ from fedguild.payload import Payload
 from fedguild.secure.fixed_point import weight_words
 from fedguild.secure.server import ServerSession
 from fedguild.secure.session import STEPS
-from fedguild.server.method import Method
+from fedguild.server.method import Method, secure_form
 from fedguild.server.round import RoundSetup
 from fedguild.server.rounds import run_round
 from fedguild.server.secure_round import SecureAggregation
+from fedguild.server.terms import Terms
 from tests.backbones import tiny_backbone
-from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client
+from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client
 from tests.methods.test_matrix import CASES
 
 BUDGETS = (LARGE, SMALL)
@@ -44,7 +45,9 @@ def secure_options(name: str) -> Mapping[str, Any]:
     return case.options if case.secure is None else case.secure
 
 
-WITH_FORM = [name for name in METHODS if METHODS.load(name).linear_form is not Method.linear_form]
+WITH_FORM = [
+    name for name in METHODS if METHODS.load(name).aggregate is Method.aggregate and name not in ("fedamole", "hfedmoe")
+]
 LINEAR = {name: secure_options(name) for name in WITH_FORM} | {
     "fedit by rank": {"rank": 3, "rank_by_budget": True},
     "fedavg on full experts": CASES["fedavg on full experts"].options,
@@ -129,7 +132,7 @@ def test_every_round_ends_within_the_stated_bound_of_the_plain_one(label, backbo
         assert outcomes[1].accepted == outcomes[0].accepted == list(range(6))
         assert plain.state.tensors.keys() == secure.state.tensors.keys()
         rounding, bounds, compared, frozen = fp32_bound(plain.state), outcomes[1].bounds, 0, 0
-        form = secure.federation.method.round_form(backbone.info, BUDGETS, number)
+        form, _ = secure_form(secure.federation.method, backbone.info, BUDGETS, number)
         for name, expected in plain.state.tensors.items():
             found, known = secure.state.tensors[name], torch.from_numpy(means[-1].known.get(name, np.ones(1, bool)))
             if name not in bounds:
@@ -275,7 +278,7 @@ def test_a_server_that_tells_one_client_something_else_is_found_out(label, backb
     method, model = run.federation.method, backbone.info
     if label == "fedprompt":
         run.round(1)  # before the first round its server has no prompt to tell
-    form = method.linear_form(model, BUDGETS)
+    form, _ = secure_form(method, model, BUDGETS)
     downloads = [method.download(run.state, model, one) for one in CLIENTS]
     if form.groups:
         pytest.skip("its clients hold different parts, which are not compared")
@@ -385,15 +388,17 @@ def test_a_weight_beside_equal_ones_that_adds_up_to_the_sizes_fails_the_round(ba
     """The server of a mean of equal weights knows how many clients there are, and takes no other sum."""
     run = Run(backbone, "rolora of equal weights", tmp_path, secure=True)
     method, sizes = run.federation.method, sum(one.examples for one in CLIENTS)
-    terms = type(method).linear_terms
+    terms = type(method).terms
 
-    def heavier(self, model, client, download, upload):
-        own = terms(self, model, client, download, upload)
-        weight = {"clients": np.array([float(sizes - len(CLIENTS) + 1)])} if client.index == 2 else own.weights
-        return replace(own, weights=weight)
+    def heavier(self, sent):
+        own = terms(self, sent)
+        if sent.client.index != 2:
+            return own
+        weight = float(sizes - len(CLIENTS) + 1)
+        return Terms({name: replace(term, weight=weight) for name, term in own.means.items()}, {"clients": weight})
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(type(method), "linear_terms", heavier)
+        patch.setattr(type(method), "terms", heavier)
         with pytest.raises(QuorumError, match=f"add up to {sizes}, but those that the server knows to {len(CLIENTS)}"):
             run.round(1)
 
@@ -452,27 +457,31 @@ class TestRefusals:
     )
     def test_a_method_whose_server_needs_single_uploads_says_so(self, name, reason, backbone):
         with pytest.raises(ConfigError, match=reason):
-            build_method(name, {}).linear_form(backbone.info, BUDGETS)
+            secure_form(build_method(name, {}), backbone.info, BUDGETS)
 
     def test_a_method_that_says_nothing_of_its_sums_is_refused(self, backbone):
         class Silent(METHODS.load("fedavg")):
-            name, linear_form = "silent", Method.linear_form
+            name, not_linear = "silent", ""
 
-        with pytest.raises(ConfigError, match="silent does not aggregate securely: it does not declare the sums"):
-            Silent(Silent.Settings()).linear_form(backbone.info, BUDGETS)
+            def aggregate(self, state, uploads):
+                return super().aggregate(state, uploads)
+
+        with pytest.raises(ConfigError, match="silent does not aggregate securely: its `aggregate` does not say"):
+            secure_form(Silent(Silent.Settings()), backbone.info, BUDGETS)
 
     def test_the_methods_that_aggregate_securely_are_these(self):
         refusing = {name: METHODS.load(name).not_linear for name in METHODS if name not in WITH_FORM}
         assert set(WITH_FORM) == {name for names in DECLARED.values() for name in names}
         of_products = {"fedex-lora", "flexlora", "flora", "florist"}
         assert set(refusing) == of_products | {"fed-sb", "fedalign-moe", "fedamole", "hfedmoe"}
-        assert all(refusing.values()), "Say in `not_linear` why the server does not take sums alone."
+        own = [name for name in refusing if METHODS.load(name).aggregate is not Method.aggregate]
+        assert all(refusing[name] for name in own), "Say in `not_linear` why the server does not take sums alone."
 
     def test_every_method_has_a_form_or_refuses(self, backbone):
         forms, refusals = set(), []
         for name in METHODS:
             try:
-                build_method(name, LINEAR.get(name, {})).linear_form(backbone.info, (LARGE, MIDDLE))
+                secure_form(build_method(name, LINEAR.get(name, {})), backbone.info, BUDGETS)
                 forms.add(name)
             except ConfigError as error:
                 refusals.append(error.message)
@@ -486,7 +495,7 @@ class TestRefusals:
     )
     def test_options_that_are_not_linear_are_refused(self, name, options, backbone):
         with pytest.raises(ConfigError, match=r"federation\.secure"):
-            build_method(name, {**LINEAR[name], **options}).linear_form(backbone.info, BUDGETS)
+            secure_form(build_method(name, {**LINEAR[name], **options}), backbone.info, BUDGETS)
 
 
 @pytest.mark.parametrize("name", ["a3smoe", "flame"])
@@ -495,6 +504,6 @@ def test_the_experts_weights_stay_closed_where_no_expert_trains(name, backbone, 
     experts = {layer.experts for layer in backbone.info.moe}
     options = {"rank": 2, "targets": ["attention"]}
     run = Run(backbone, f"{name} on the attention", tmp_path, secure=True, options=options)
-    assert run.federation.method.linear_form(backbone.info, BUDGETS).weights.keys().isdisjoint(experts)
+    assert secure_form(run.federation.method, backbone.info, BUDGETS)[0].weights.keys().isdisjoint(experts)
     assert run.round(1).accepted == list(range(6))
-    assert build_method(name, {"rank": 2}).linear_form(backbone.info, BUDGETS).weights.keys() > experts
+    assert secure_form(build_method(name, {"rank": 2}), backbone.info, BUDGETS)[0].weights.keys() > experts

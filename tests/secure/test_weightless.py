@@ -14,8 +14,8 @@ from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone
 from fedguild.payload import Payload
 from fedguild.secure.fixed_point import Means
-from fedguild.server.linear import Contributor, SecureMeans
-from fedguild.server.method import Method, Upload
+from fedguild.server.method import Method, secure_form
+from fedguild.server.terms import Contributor, OpenedMeans, Upload, contribution
 from tests.backbones import tiny_backbone
 from tests.methods.federation import Federation
 from tests.methods.test_weightless import UNIFORM
@@ -49,14 +49,9 @@ def without_examples(uploads: Sequence[Upload], *clients: int) -> list[Upload]:
 
 def in_sums(method: Method, backbone: Backbone, state: Payload, uploads: Sequence[Upload]) -> tuple[Payload, Means]:
     """The next state from a session of the clients, and the means that it opened."""
-    model, form = backbone.info, method.round_form(backbone.info, BUDGETS, 1)
+    form, changes = secure_form(method, backbone.info, BUDGETS, 1)
     session = Session(
-        {
-            upload.client.index: method.linear_terms(
-                model, upload.client, method.download(state, model, upload.client), upload.payload
-            )
-            for upload in uploads
-        },
+        {upload.client.index: contribution(method.terms(upload)) for upload in uploads},
         form,
         session=session_of(form),
     )
@@ -68,8 +63,8 @@ def in_sums(method: Method, backbone: Backbone, state: Payload, uploads: Sequenc
             name: sent for name, sent in upload.payload.tensors.items() if name.partition("/")[0] in form.disclosed
         }
         own = {key: torch.from_numpy(bits.copy()) for key, bits in held.items()}
-        contributors.append(Contributor(upload.client, own, Payload(clear)))
-    return method.aggregate_means(state, SecureMeans(1, means, contributors)), means
+        contributors.append(Contributor(upload.client, upload.round, own, Payload(clear)))
+    return method.update(state, OpenedMeans(means, form, changes, contributors)), means
 
 
 @pytest.mark.parametrize("label", LINEAR)

@@ -16,7 +16,7 @@ from fedguild.methods.fedit import FedIT
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.privacy.noise import Noise
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, not_needed, too_late
 from fedguild.server.method import Method, Upload
 from fedguild.server.private_mean import PrivateMean
 from fedguild.server.round import Outcome, RoundSetup, Stray
@@ -58,10 +58,10 @@ class Scripted:
         speed: Sequence[int] = (),
     ) -> None:
         self.script, self.early, self.extra, self.speed = script, list(early), list(extra), list(speed)
-        self.asked: list[tuple[list[int], Terms]] = []
+        self.asked: list[tuple[list[int], Wait]] = []
 
     def train(
-        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
         attempt = len(self.asked)
         self.asked.append(([task.client.index for task in tasks], terms))
@@ -144,7 +144,7 @@ def test_without_faults_nothing_is_recorded_but_the_uploads(play, method, state)
     engine = Scripted()
     outcome = play(engine, deadline_seconds=60.0, retries=2, straggler_policy="next_round", upload_limit_bytes=10**9)
     everybody_is_accounted_for(outcome)
-    assert engine.asked == [([0, 1, 2, 3, 4, 5], Terms(60.0, None))]
+    assert engine.asked == [([0, 1, 2, 3, 4, 5], Wait(60.0, None))]
     assert outcome.accepted == [0, 1, 2, 3, 4, 5]
     assert (outcome.rejected, outcome.unneeded, outcome.retried, outcome.strays) == ({}, [], [], [])
     assert moved(outcome, state) == pytest.approx(3.5, abs=1e-5)
@@ -242,7 +242,7 @@ def test_over_selection_closes_with_the_wanted_number(play, method):
     outcome = play(engine, client_fraction=0.5, over_selection=0.5)
     everybody_is_accounted_for(outcome)
     assert len(outcome.asked) == 5
-    assert [terms for _, terms in engine.asked] == [Terms(None, 3)]
+    assert [terms for _, terms in engine.asked] == [Wait(None, 3)]
     assert len(outcome.accepted) == len(method.seen) == 3
     assert outcome.rejected == {}
     assert len(outcome.unneeded) == 2
@@ -278,7 +278,7 @@ def test_a_retry_of_an_over_selected_round_asks_for_what_is_missing(play, method
     engine = Scripted({1: "nan"}, speed=[0, 1, 2, 3, 4, 5])
     engine.script = ({0: GONE, 1: GONE, 2: GONE, 3: GONE},)
     outcome = play(engine, client_fraction=0.5, over_selection=1.0, retries=1)
-    assert engine.asked[1] == ([0, 1, 2, 3], Terms(None, 1))
+    assert engine.asked[1] == ([0, 1, 2, 3], Wait(None, 1))
     assert outcome.accepted == [0, 4, 5]
     everybody_is_accounted_for(outcome)
 

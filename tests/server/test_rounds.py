@@ -20,7 +20,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.server.clock import Clock
 from fedguild.server.diagnosis import SHRINKAGE
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
 from fedguild.server.guard import Guard
 from fedguild.server.method import Method
 from fedguild.server.round import Outcome, RoundSetup
@@ -41,7 +41,7 @@ class Scripted:
         self.tasks: list[Task] = []
 
     def train(
-        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
         self.tasks = list(tasks)
         for task in tasks:

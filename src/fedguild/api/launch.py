@@ -72,7 +72,6 @@ class Launch:
 
     @property
     def is_here(self) -> bool:
-        """Whether the cells run in this process."""
         return self.launcher == "local" and self.jobs == 1
 
     def complete(self, grid: RunGrid) -> None:

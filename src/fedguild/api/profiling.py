@@ -20,7 +20,7 @@ from fedguild.errors import FedGuildError
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
 from fedguild.model.info import ModelInfo
-from fedguild.server.method import Method
+from fedguild.server.method import Method, secure_form
 from fedguild.server.secure_round import whole_form
 from fedguild.setup import budgets_of, check_fit, fitted, prepare_data, tell_fitted
 
@@ -92,7 +92,7 @@ def _session(method: Method, model: ModelInfo, budgets: Sequence[Budget], config
     """Returns the bytes that a client receives and sends in a round's session, the mean over rounds that alternate."""
     sessions = []
     for round_index in range(method.costs.rounds, method.costs.rounds + method.costs.period):
-        form = method.round_form(model, budgets, round_index)
+        form, _ = secure_form(method, model, budgets, round_index)
         form = whole_form(form, model) if config.privacy.unit == "none" else form
         sessions.append(session_bytes(form, config.federation.wanted_uploads, config.federation.secure_share))
     down, up = (round(sum(each) / len(sessions)) for each in zip(*sessions, strict=True))

@@ -60,7 +60,6 @@ class Cell:
 
     @property
     def title(self) -> str:
-        """Its name in messages."""
         return f"{self.config.name} seed {self.config.seed}"
 
     def state(self) -> Literal["absent", "partial", "finished"]:
@@ -97,7 +96,6 @@ class RunGrid:
 
     @property
     def columns(self) -> list[str]:
-        """The columns, in their order."""
         return list(dict.fromkeys(cell.row.column for cell in self.cells))
 
     def rows(self, column: str = "") -> dict[str, list[Cell]]:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.costs.shapes_only import LIMIT, ShapesOnly
 from fedguild.model.info import ModelInfo
+from fedguild.model.shapes_only import LIMIT, ShapesOnly
 from fedguild.packing import tensor_bytes
 from fedguild.payload import Payload
 from fedguild.seeding import torch_rng
-from fedguild.server.method import Method, Upload
+from fedguild.server.method import Method
+from fedguild.server.terms import Upload
 from fedguild.server.validation import Omissible
 from fedguild.wire.accounting import bytes_by_part
 
@@ -87,7 +88,7 @@ def exchanges(
         rounds: Number of rounds; None for as many as the method's `costs` need to show every form of its payloads.
         absences: Whether to count also the exchanges after an absence.
         wire_dtype: The dtype that floating-point tensors are counted as; the wire itself carries them as they are.
-        limit: Values up to which a tensor is real (`fedguild.costs.shapes_only`).
+        limit: Values up to which a tensor is real (`fedguild.model.shapes_only`).
 
     Raises:
         ConfigError: the method's settings do not fit the model or the clients.
@@ -99,11 +100,14 @@ def exchanges(
         states = [method.enroll(state, model, clients)]
         for number in range(1, rounds):
             states.append(_after(method, states[-1], model, asked, number))
-        per_round = [[_exchange(method, state, model, client, wire_dtype) for client in asked] for state in states]
+        per_round = [
+            [_exchange(method, state, model, client, number, wire_dtype) for client in asked]
+            for number, state in enumerate(states, 1)
+        ]
         missed = []
         if absences and rounds > 1:
             for absent, state in _after_absences(method, states, model, clients, asked):
-                missed += [_exchange(method, state, model, client, wire_dtype) for client in absent]
+                missed += [_exchange(method, state, model, client, rounds, wire_dtype) for client in absent]
     missed.sort(key=lambda exchange: exchange.client.index)
     return Exchanges(per_round, missed, sum(tensor_bytes(tensor) for tensor in states[-1].tensors.values()), period)
 
@@ -143,20 +147,20 @@ def _after(method: Method, state: Payload, model: ModelInfo, clients: Sequence[C
             download = method.download(state, model, client)
             sent = {
                 name: torch.rand(shape, generator=rng)
-                for name, shape in method.expected_upload(model, client, download).items()
+                for name, shape in method.expected_upload(model, client, download, number).items()
                 if not (method.costs.leave_out and isinstance(shape, Omissible))
             }
-            yield Upload(number, client, Payload(sent, method.expected_scalars(download)))
+            yield Upload(number, client, Payload(sent, method.expected_scalars(download)), download)
 
     return method.aggregate(state, uploads())
 
 
 def _exchange(
-    method: Method, state: Payload, model: ModelInfo, client: ClientInfo, wire_dtype: torch.dtype
+    method: Method, state: Payload, model: ModelInfo, client: ClientInfo, number: int, wire_dtype: torch.dtype
 ) -> Exchange:
     download = method.download(state, model, client)
     scalars = method.expected_scalars(download)
-    shapes = method.expected_upload(model, client, download)
+    shapes = method.expected_upload(model, client, download, number)
     needed = {name: shape for name, shape in shapes.items() if not isinstance(shape, Omissible)}
     received = {name: _sent(tensor, wire_dtype) for name, tensor in download.tensors.items()}
     return Exchange(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from fedguild.model.info import ModelInfo
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Wait
 from fedguild.server.method import Method
 from fedguild.wire.codec import Codec, through, through_all
 
@@ -19,7 +19,7 @@ class CodedEngine:
         self.codec = codec
 
     def train(
-        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
         """Yields the engine's deliveries, trained from the rounded downloads, with rounded uploads.
 

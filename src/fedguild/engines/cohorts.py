@@ -32,7 +32,7 @@ from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.payload import Payload
 from fedguild.privacy.dp_sgd import DpSgd
-from fedguild.server.engine import Delivery, Task, Terms, not_needed
+from fedguild.server.engine import Delivery, Task, Wait, not_needed
 from fedguild.server.method import Method
 from fedguild.server.sampling import fastest
 
@@ -256,7 +256,7 @@ def further_plan(
 
 
 def split_by_need(
-    method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms, seed: int
+    method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait, seed: int
 ) -> tuple[list[Planned], dict[int, Delivery]]:
     """Returns the tasks to train with their plans, and client index -> the delivery of those not needed.
 

@@ -29,7 +29,7 @@ from fedguild.errors import CheckpointError
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.progress import Note, unnoted
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, too_late
 from fedguild.server.method import Method
 
 
@@ -71,7 +71,7 @@ class LocalEngine:
         self.trainer = Trainer(backbone, settings, seed, on_step, private)
 
     def train(
-        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
         """Yields every task's delivery, in client order, after saving each client's memory.
 

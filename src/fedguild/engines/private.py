@@ -15,7 +15,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.payload import ADAPTER, Payload
 from fedguild.privacy.clipping import clipped, with_noise
 from fedguild.privacy.noise import Noise
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Wait
 from fedguild.server.method import Method
 from fedguild.server.private_mean import change_of
 
@@ -43,7 +43,7 @@ class PrivateEngine:
         self.examples = examples
 
     def train(
-        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
         """Yields the engine's deliveries, with noise where the client adds it, and without reports."""
         for delivery in self.engine.train(method, model, tasks, terms):

@@ -50,7 +50,7 @@ from fedguild.model.plan import AdapterPlan
 from fedguild.model.ranks import TIMEOUT_SECONDS
 from fedguild.payload import Payload, with_part
 from fedguild.progress import Note, unnoted
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, too_late
 from fedguild.server.method import Method
 from fedguild.wire.codec import encode
 
@@ -159,7 +159,7 @@ class RayEngine:
         return actors
 
     def train(
-        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
         """Yields every task's delivery, in client order, after saving each client's memory.
 

@@ -22,10 +22,11 @@ from fedguild.secure.form import Contribution, Form
 from fedguild.secure.graph import FEWEST_CLIENTS
 from fedguild.secure.keys import PrivateKey, PublicKey, new_identity
 from fedguild.secure.session import Session, Step
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Terms
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Wait
 from fedguild.server.guard import LARGEST_VALUE
-from fedguild.server.method import Method
+from fedguild.server.method import Method, secure_form
 from fedguild.server.secure_round import to_arrays, to_payload, whole_form, whole_terms
+from fedguild.server.terms import Upload, contribution
 from fedguild.server.validation import check_upload
 
 UNFIT = "its upload is not finite, beyond the limits of the run's config, or not of the method's form"
@@ -110,7 +111,7 @@ class SecureClients:
         try:
             check_upload(
                 upload,
-                method.expected_upload(model, client, task.download),
+                method.expected_upload(model, client, task.download, task.round),
                 client=client.name,
                 norm_limit=self.norm_limit,
                 expected_scalars=method.expected_scalars(task.download),
@@ -119,8 +120,8 @@ class SecureClients:
             )
         except UploadError as error:
             raise UploadError(UNFIT) from error
-        form = method.round_form(model, self.budgets, task.round)
-        terms = method.linear_terms(model, client, task.download, upload)
+        form, _ = secure_form(method, model, self.budgets, task.round)
+        terms = contribution(method.terms(Upload(task.round, client, upload, task.download)))
         if self.reported:
             form, terms = whole_form(form, model), whole_terms(terms, report, frequency)
         clear = {name: tensor for name, tensor in upload.tensors.items() if name.partition("/")[0] in form.disclosed}
@@ -189,7 +190,7 @@ class SecureEngine:
         self.clients = SecureClients(budgets, identities, self.registered, norm_limit, reported=reported)
 
     def train(
-        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
         """Yields the engine's deliveries without what the clients keep to themselves."""
         for delivery in self.engine.train(method, model, tasks, terms):

@@ -39,7 +39,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.ranks import TIMEOUT_SECONDS, Ranks
 from fedguild.payload import Payload
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, too_late
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, too_late
 from fedguild.server.method import Method
 from fedguild.wire.codec import encode
 
@@ -170,7 +170,7 @@ class TorchrunEngine:
         raised(self.workers.call(BEGIN, [arguments] * self.workers.count))
 
     def train(
-        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
         """Yields every task's delivery, in client order, after saving each client's memory.
 

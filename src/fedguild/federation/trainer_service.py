@@ -35,7 +35,7 @@ from fedguild.errors import ConfigError, FedGuildError, UploadError, nearest
 from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.run import export_own
 from fedguild.federation.secret import private_seed
-from fedguild.federation.site_policy import RequestLog, SitePolicy, SumLog, Terms
+from fedguild.federation.site_policy import RequestLog, SitePolicy, SumLog, Wait
 from fedguild.files import make_folder, write_bytes
 from fedguild.guarantee import rules_of
 from fedguild.layout import MEMORY
@@ -196,7 +196,7 @@ class TrainerService:
         experiment = session.experiment
         method, model, client = experiment.method, experiment.backbone.info, experiment.clients[0]
         task = Task(message.round, client, read_payload(message.body, "The download"))
-        expected = method.expected_upload(model, client, task.download)
+        expected = method.expected_upload(model, client, task.download, task.round)
         _require_none(self.policy.names_refusal(expected) or self._count_refusal(message, session))
         experiment.memory.forget(max(0, message.round - config.federation.save_total_limit))
         secret = private_seed(session.secret, experiment.config, message.body)
@@ -338,7 +338,7 @@ class TrainerService:
             or self.policy.disclosure_refusal(rules.secure, rules.secure_disclose)
             or limits
             or self.policy.run_refusal(
-                Terms(config.method.name, steps, batch, min(examples, steps * batch), aggregated, withheld)
+                Wait(config.method.name, steps, batch, min(examples, steps * batch), aggregated, withheld)
             )
         )
 

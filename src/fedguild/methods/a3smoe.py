@@ -25,31 +25,19 @@ Readings and deviations (docs/methods/a3smoe.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-
-import torch
+from collections.abc import Mapping
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import activation_frequency, load_received, train
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.model.plan import AdapterPlan
 from fedguild.payload import ADAPTER, ROUTING, Payload, with_part
-from fedguild.secure.form import Contribution, Form
-from fedguild.server.aggregation import WeightedMean, activation_weights, weights_by_name
+from fedguild.server.aggregation import activation_weights
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.linear import (
-    EXAMPLES,
-    SecureMeans,
-    changes_of,
-    means_by_expert,
-    one,
-    used_by_expert,
-    weights_by_expert,
-)
-from fedguild.server.method import RUNNING_MEAN, Method, Upload, in_part
+from fedguild.server.method import RUNNING_MEAN, Method, in_part
 from fedguild.server.settings import Alpha, LoraSettings
-from fedguild.server.uploads import moved_adapter
+from fedguild.server.terms import Terms, Upload, mean_by_expert
 from fedguild.server.validation import Bound
 
 
@@ -74,11 +62,6 @@ class A3Smoe(Method):
         model.require_experts("A3SMoE")
         return AdapterPlan((self.settings.lora,), require_within_top_k(model, budget))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Line 1."""
-        plans = [self.plan(model, budget) for budget in budgets]
-        return Payload.of({ADAPTER: initial_adapter(model, plans[0], rng)})
-
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 to 5."""
         load_received(cohort)
@@ -87,35 +70,17 @@ class A3Smoe(Method):
             for slot, upload in enumerate(train(cohort))
         ]
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Lines 6 and 7, as running means over the uploads."""
-        mean = WeightedMean()
-        for upload in uploads:
-            trained, examples = upload.payload.part(ADAPTER), float(upload.client.examples)
-            activations = activation_weights(upload.payload.part(ROUTING), examples, temperature=1.0)
-            mean.add(trained, weights_by_name(trained, activations, examples))
-        return Payload.of({ADAPTER: mean.result(state.part(ADAPTER))})
+    def terms(self, sent: Upload) -> Terms:
+        """Lines 6 and 7; an expert that no client activated keeps its global value."""
+        weights = activation_weights(sent.payload.part(ROUTING), float(sent.client.examples), temperature=1.0)
+        return mean_by_expert(ADAPTER, sent, weights)
 
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Lines 6 and 7."""
-        shapes = trainable_shapes(model, self.plan(model, budgets[0]))
-        means = means_by_expert(ADAPTER, shapes, {layer.experts: layer.num_experts for layer in model.moe})
-        return Form(means, {EXAMPLES: 1, **weights_by_expert(means)})
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns theta_c and its weights; f_c stays with the client."""
-        changes = changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER))
-        activations = activation_weights(upload.part(ROUTING), float(client.examples), temperature=1.0)
-        return Contribution(changes, {EXAMPLES: one(client.examples), **used_by_expert(changes, activations)})
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Lines 6 and 7; an expert that too few clients activated keeps its global value."""
-        return Payload.of({ADAPTER: moved_adapter(state, means)})
-
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+    def expected_upload(
+        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of theta_c and f_c."""
         frequency = {layer.experts: (layer.num_experts,) for layer in model.moe}
-        return {**super().expected_upload(model, client, download), **in_part(ROUTING, frequency)}
+        return {**super().expected_upload(model, client, download, round_index), **in_part(ROUTING, frequency)}
 
     def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
         """Returns that a layer's f_c sum to K_c at most."""

@@ -34,7 +34,7 @@ Readings and deviations (docs/methods/fdlora.md):
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,14 +48,12 @@ from fedguild.client.training import load_received, train
 from fedguild.data.batches import Encoded
 from fedguild.errors import ConfigError
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload, with_part
-from fedguild.secure.form import Contribution, Form
 from fedguild.seeding import derive
-from fedguild.server.linear import SecureMeans
-from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
+from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts
 from fedguild.server.settings import Dropout, DropoutLoraSettings, Rank, Targets
-from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
+from fedguild.server.terms import Means, Terms, Upload, mean
 
 VELOCITY = "velocity"
 PERSONAL = "personal"
@@ -136,26 +134,14 @@ class FDLoRA(Method):
             cohort.leave(slot, fused(weights, cohort.work[slot].download.part(ADAPTER), adapter))
         return uploads
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 2 after stage 1, then lines 6 and 7."""
-        return self._next(state, mean_adapter(state, uploads, "uniform"))
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+    def terms(self, sent: Upload) -> Terms:
         """Line 2 or line 6."""
-        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])), "uniform")
+        return mean(ADAPTER, sent, "uniform")
 
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns theta_p^i or theta_s^i; every client weighs the same."""
-        return mean_terms(client, download, upload, "uniform")
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+    def update(self, state: Payload, means: Means) -> Payload:
         """Line 2 after stage 1, then lines 6 and 7."""
-        return self._next(state, moved_adapter(state, means))
-
-    def _next(self, state: Payload, mean: dict[str, Tensor]) -> Payload:
-        """Returns the state after a round with this mean: itself after stage 1, then line 7."""
         shared, velocity = state.part(ADAPTER), state.part(VELOCITY)
-        rounds = int(state.scalars["rounds"])
+        mean, rounds = means.moved(ADAPTER, shared), int(state.scalars["rounds"])
         if rounds > 0:
             momentum, rate = self.settings.outer_momentum, self.settings.outer_learning_rate
             gradient = {name: shared[name] - mean[name] for name in shared}

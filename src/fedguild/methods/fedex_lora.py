@@ -44,8 +44,9 @@ from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
 from fedguild.server.low_rank import Factors, by_module, stack
 from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import Deployment, Method, ServerCosts, Upload
+from fedguild.server.method import Deployment, Method, ServerCosts
 from fedguild.server.settings import DropoutLoraSettings, Weights
+from fedguild.server.terms import Upload
 from fedguild.server.uploads import collected, shares_of
 
 

@@ -25,7 +25,7 @@ Deviations and additions:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -36,22 +36,13 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
-from fedguild.secure.form import Contribution, Form
-from fedguild.server.aggregation import WeightedMean, pad_rank, truncate_rank
+from fedguild.server.aggregation import truncate_rank
 from fedguild.server.limits import require_within_rank, require_within_top_k
-from fedguild.server.linear import (
-    RANK,
-    SecureMeans,
-    changes_of,
-    held_ranks,
-    means_by_rank,
-    one,
-)
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method
 from fedguild.server.settings import Rank, Scale, UnequalRanksSettings, Weights
-from fedguild.server.uploads import WEIGHT_NAMES, mean_form, mean_terms, moved_adapter, weight_of
+from fedguild.server.terms import Terms, Upload, mean, mean_by_rank
 
 
 class FedITSettings(UnequalRanksSettings):
@@ -103,42 +94,11 @@ class FedIT(Method):
         load_received(cohort)
         return train(cohort, keep=self.settings.personal)
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 5; a rank that no client trained keeps its global value."""
-        mean = WeightedMean()
-        for upload in uploads:
-            padded, ranks = pad_rank(upload.payload.part(ADAPTER), self.settings.rank)
-            weight = weight_of(upload, self.settings.weights)
-            mean.add(padded, {name: weight * ranks[name] for name in padded})
-        return Payload.of({ADAPTER: mean.result(state.part(ADAPTER))})
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
+    def terms(self, sent: Upload) -> Terms:
         """Line 5; with `rank_by_budget` each rank is a mean over its holders."""
-        rank = self.settings.rank
-        shapes = trainable_shapes(model, self.plan(model, budgets[0]).with_lora(rank=rank))
         if not self.settings.rank_by_budget:
-            return mean_form(shapes, self.settings.weights)
-        weight = WEIGHT_NAMES[self.settings.weights]
-        return Form(means_by_rank(ADAPTER, shapes, otherwise=weight), {weight: 1, RANK: rank})
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns the client's A and B, padded to the full rank, and its weight on each rank that it holds."""
-        if not self.settings.rank_by_budget:
-            return mean_terms(client, download, upload, self.settings.weights)
-        rank, own = self.settings.rank, self.plan(model, client.budget).lora.rank
-        padded, _ = pad_rank(upload.part(ADAPTER), rank)
-        received, _ = pad_rank(download.part(ADAPTER), rank)
-        weight = weight_of(Upload(0, client, upload), self.settings.weights)
-        held = held_ranks(own, rank)
-        return Contribution(
-            changes_of(ADAPTER, padded, received),
-            {WEIGHT_NAMES[self.settings.weights]: one(weight), RANK: weight * held.astype(float)},
-            {RANK: held},
-        )
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 5; a rank that too few clients trained keeps its global value."""
-        return Payload.of({ADAPTER: moved_adapter(state, means)})
+            return mean(ADAPTER, sent, self.settings.weights)
+        return mean_by_rank(ADAPTER, sent, self.settings.rank, self.settings.weights)
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global A, B, at the budget's rank if ranks differ."""

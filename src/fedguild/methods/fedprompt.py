@@ -25,24 +25,21 @@ Readings and deviations (docs/methods/fedprompt.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from pydantic import Field
 
-from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
 from fedguild.model.adapters.soft_prompt import SoftPrompt
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.plan import AdapterPlan
 from fedguild.payload import ADAPTER, Payload
-from fedguild.secure.form import Contribution, Form
-from fedguild.server.aggregation import WeightedMean
-from fedguild.server.linear import SecureMeans
-from fedguild.server.method import RUNNING_MEAN, Method, NotPrivate, Upload
+from fedguild.server.method import RUNNING_MEAN, Method, NotPrivate
 from fedguild.server.settings import MethodSettings
-from fedguild.server.uploads import mean_form, mean_terms, weight_of
+from fedguild.server.terms import Terms, Upload, mean
 
 TEXT = (
     "Generate a clear and direct response that accurately fulfills the task based on the provided instruction "
@@ -86,23 +83,6 @@ class FedPrompt(Method):
         load_received(cohort)
         return train(cohort, keep=self.settings.personal)
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 5."""
-        before, mean = state.part(ADAPTER), WeightedMean()
-        for upload in uploads:
-            prompt = upload.payload.part(ADAPTER)
-            before = before or prompt
-            mean.add(prompt, weight_of(upload, "uniform"))
-        return Payload.of({ADAPTER: mean.result(before)})
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Line 5."""
-        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])), "uniform")
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns P_i, in the first round whole, as the server has none; every client weighs the same."""
-        return mean_terms(client, download, upload, "uniform")
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 5; without a mean in the first round, the state stays empty."""
-        return Payload.of({ADAPTER: means.moved(ADAPTER, state.part(ADAPTER) or means.zeros(ADAPTER))})
+    def terms(self, sent: Upload) -> Terms:
+        """Line 5; before the first round the server has no prompt, and P_i counts as a whole."""
+        return mean(ADAPTER, sent, "uniform")

@@ -24,24 +24,21 @@ Readings and deviations (docs/methods/fedprox.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
-from fedguild.payload import ADAPTER, Payload
-from fedguild.secure.form import Contribution, Form
-from fedguild.server.linear import SecureMeans
-from fedguild.server.method import RUNNING_MEAN, Method, Upload
+from fedguild.model.plan import AdapterPlan
+from fedguild.payload import Payload
+from fedguild.server.method import RUNNING_MEAN, Method
 from fedguild.server.settings import AveragingSettings, averaging_plan, fitting_averaging_defaults
-from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
 
 
 class FedProxSettings(AveragingSettings):
@@ -68,10 +65,6 @@ class FedProx(Method):
         """Returns the same plan for every budget."""
         return averaging_plan(model, self.settings)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Line 1."""
-        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, budgets[0]), rng)})
-
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
         load_received(cohort)
@@ -81,22 +74,6 @@ class FedProx(Method):
             return self.settings.mu / 2 * squared_distance(cohort.trainables, received)  # Eq. 2
 
         return train(cohort, penalty if self.settings.mu > 0 else None, keep=self.settings.personal)
-
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 5."""
-        return Payload.of({ADAPTER: mean_adapter(state, uploads)})
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Line 5."""
-        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])))
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns theta_i and n_i."""
-        return mean_terms(client, download, upload)
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 5."""
-        return Payload.of({ADAPTER: moved_adapter(state, means)})
 
 
 def squared_distance(trainables: Mapping[str, SlotTensor], received: Mapping[str, Tensor]) -> Tensor:

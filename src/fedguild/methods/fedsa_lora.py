@@ -24,7 +24,7 @@ Readings and deviations (docs/methods/fedsa-lora.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -37,12 +37,10 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes, zero_adapter
 from fedguild.model.targets import leaf
 from fedguild.payload import ADAPTER, Payload
-from fedguild.secure.form import Contribution, Form
 from fedguild.server.limits import active_experts_of
-from fedguild.server.linear import SecureMeans
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload, in_part
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, in_part
 from fedguild.server.settings import DropoutLoraSettings, Rank, Weights
-from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
+from fedguild.server.terms import Terms, Upload, mean
 
 
 class FedSALoRASettings(DropoutLoraSettings):
@@ -83,25 +81,15 @@ class FedSALoRA(Method):
             cohort.keep(slot, factors(tensors, UP))
         return [Payload.of({ADAPTER: factors(tensors, DOWN)}) for tensors in trained]
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+    def expected_upload(
+        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of A alone."""
         return in_part(ADAPTER, self._sent(model, client.budget))
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+    def terms(self, sent: Upload) -> Terms:
         """Line 6."""
-        return Payload.of({ADAPTER: mean_adapter(state, uploads, self.settings.weights)})
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Line 6, of A alone."""
-        return mean_form(self._sent(model, budgets[0]), self.settings.weights)
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns A_c and w_c."""
-        return mean_terms(client, download, upload, self.settings.weights)
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 6, of A alone."""
-        return Payload.of({ADAPTER: moved_adapter(state, means)})
+        return mean(ADAPTER, sent, self.settings.weights)
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> None:
         """Returns None: every client has its own model."""

@@ -23,7 +23,7 @@ Readings and deviations (docs/methods/ffa-lora.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -35,13 +35,11 @@ from fedguild.client.training import load_received, train
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
 from fedguild.payload import ADAPTER, Payload
-from fedguild.secure.form import Contribution, Form
 from fedguild.seeding import new_seed, torch_rng
 from fedguild.server.limits import active_experts_of
-from fedguild.server.linear import SecureMeans
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method
 from fedguild.server.settings import DropoutLoraSettings, Weights
-from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
+from fedguild.server.terms import Terms, Upload, mean
 
 SEED = "seed"
 """The seed of A, a scalar in the state and in every download."""
@@ -85,21 +83,9 @@ class FFALoRA(Method):
         load_received(cohort)
         return train(cohort)
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+    def terms(self, sent: Upload) -> Terms:
         """Line 5."""
-        return Payload.of({ADAPTER: mean_adapter(state, uploads, self.settings.weights)}, state.scalars)
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Line 5."""
-        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])), self.settings.weights)
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns the client's B and its weight."""
-        return mean_terms(client, download, upload, self.settings.weights)
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 5."""
-        return Payload.of({ADAPTER: moved_adapter(state, means)}, state.scalars)
+        return mean(ADAPTER, sent, self.settings.weights)
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the shared A and the global B."""

@@ -33,7 +33,7 @@ Readings and deviations (docs/methods/flame.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -46,24 +46,12 @@ from fedguild.client.training import activation_frequency, load_received, train
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, ROUTING, Payload
-from fedguild.secure.form import Contribution, Form
-from fedguild.server.aggregation import WeightedMean, activation_weights, weights_by_name
+from fedguild.server.aggregation import activation_weights
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.linear import (
-    EXAMPLES,
-    SecureMeans,
-    changes_of,
-    means_by_expert,
-    means_of,
-    one,
-    used_by_expert,
-    values_of,
-    weights_by_expert,
-)
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Observation, Upload, in_part
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Observation, in_part
 from fedguild.server.rescaler import RESCALER, Rescaler, scale_observations, scale_parts, split_scales
 from fedguild.server.settings import LoraSettings, Targets
-from fedguild.server.uploads import weight_of
+from fedguild.server.terms import Terms, Upload, mean_by_expert, mean_of_budget
 from fedguild.server.validation import Bound
 
 
@@ -120,19 +108,9 @@ class Flame(Method):
             uploads.append(Payload.of({ADAPTER: lora, RESCALER: scales, ROUTING: frequency}))
         return uploads
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Lines 6 to 8, as running means over the uploads."""
-        adapter, rescaler = WeightedMean(), WeightedMean()
-        for upload in uploads:
-            lora, scales = upload.payload.part(ADAPTER), upload.payload.part(RESCALER)
-            adapter.add(lora, weights_by_name(lora, self.gamma(upload), float(upload.client.examples)))
-            rescaler.add(
-                {f"{upload.client.budget.name}/{name}": scale for name, scale in scales.items()},
-                weight_of(upload, "uniform"),
-            )
-        return Payload.of(
-            {ADAPTER: adapter.result(state.part(ADAPTER)), RESCALER: rescaler.result(state.part(RESCALER))}
-        )
+    def terms(self, sent: Upload) -> Terms:
+        """Lines 6 to 8; gamma_i and s_i stay with the client of a secure round."""
+        return mean_by_expert(ADAPTER, sent, self.gamma(sent)) | mean_of_budget(RESCALER, sent)
 
     def gamma(self, upload: Upload) -> dict[str, Tensor]:
         """Returns each layer's gamma_i [M] = (a_i^j / S_i)^t |D_i|, by the path of its experts (Eq. 6)."""
@@ -140,37 +118,13 @@ class Flame(Method):
         frequency = {experts: share / active for experts, share in upload.payload.part(ROUTING).items()}
         return activation_weights(frequency, upload.client.examples, self.settings.temperature)
 
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Lines 6 to 8: LoRA by |D_i|, that of experts by gamma_i^j; the budgets' mean s by their clients alone."""
-        lora, scales = split_scales(trainable_shapes(model, self.plan(model, budgets[0])))
-        means = means_by_expert(ADAPTER, lora, {layer.experts: layer.num_experts for layer in model.moe})
-        weights = weights_by_expert(means)
-        owned = {f"{RESCALER}/{budget.name}": budget for budget in budgets if scales}
-        for key in owned:
-            means |= means_of(key, scales, key, pooled=RESCALER)  # a budget may have one client
-        return Form(means, {EXAMPLES: 1, **weights, **dict.fromkeys(owned, 1)})
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns the terms of Eq. 6 and 7; gamma stays with the client."""
-        key, scales = f"{RESCALER}/{client.budget.name}", upload.part(RESCALER)
-        own = {key: one(weight_of(Upload(0, client, upload), "uniform"))} if scales else {}
-        changes = changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER))
-        gamma = used_by_expert(changes, self.gamma(Upload(0, client, upload)))
-        return Contribution(
-            {**changes, **values_of(key, scales)},
-            {EXAMPLES: one(client.examples), **gamma, **own},
-        )
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Lines 6 to 8."""
-        rescaler = means.result(RESCALER, state.part(RESCALER))
-        return Payload.of({ADAPTER: means.moved(ADAPTER, state.part(ADAPTER)), RESCALER: rescaler})
-
     def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
         """Returns the mean s of every budget's clients, by layer."""
         return scale_observations(state)
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+    def expected_upload(
+        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of A_i, B_i, s_i and a_i."""
         lora, scales = split_scales(trainable_shapes(model, self.plan(model, client.budget)))
         frequency = {layer.experts: (layer.num_experts,) for layer in model.moe}

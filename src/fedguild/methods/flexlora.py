@@ -35,16 +35,15 @@ import torch
 from torch.nn.functional import pad
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.client.cohort import Cohort
-from fedguild.client.training import load_received, train
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
 from fedguild.server.aggregation import truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, truncate, weighted_product
-from fedguild.server.method import Deployment, Method, ServerCosts, Upload
+from fedguild.server.method import Deployment, Method, ServerCosts
 from fedguild.server.settings import UnequalRanksSettings
+from fedguild.server.terms import Upload
 from fedguild.server.uploads import collected, scaled_products
 
 
@@ -85,11 +84,6 @@ class FlexLoRA(Method):
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3."""
         return Payload.of({ADAPTER: self.deploy(state, model, client.budget).tensors})
-
-    def local_update(self, cohort: Cohort) -> list[Payload]:
-        """Line 4."""
-        load_received(cohort)
-        return train(cohort)
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 5 and 6, the clients in their order; holds all uploads, but one module's sum at a time."""

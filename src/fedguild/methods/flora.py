@@ -40,8 +40,9 @@ from fedguild.payload import Payload, Scalar
 from fedguild.seeding import new_seed
 from fedguild.server.low_rank import weighted_product
 from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
+from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts
 from fedguild.server.settings import AnyRanksSettings
+from fedguild.server.terms import Upload
 from fedguild.server.uploads import collected, scaled_products
 
 

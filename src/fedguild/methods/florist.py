@@ -48,8 +48,9 @@ from fedguild.seeding import new_seed
 from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import Factors, Svd, by_module, decompose, named, weighted_product
 from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
+from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts
 from fedguild.server.settings import AnyRanksSettings
+from fedguild.server.terms import Upload
 from fedguild.server.uploads import collected, scaled_products
 
 PAIR = "pair"

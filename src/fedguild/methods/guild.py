@@ -24,7 +24,7 @@ that one clipping and one noise cover it. Readings (docs/methods/guild.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -32,15 +32,12 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.plan import AdapterPlan
 from fedguild.payload import ADAPTER, Payload
-from fedguild.secure.form import Contribution, Form
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.linear import SecureMeans
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method
 from fedguild.server.settings import InBasisSettings
 from fedguild.server.singular_basis import change_basis, out_of_basis, started
-from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
 
 
 class Guild(Method):
@@ -75,22 +72,6 @@ class Guild(Method):
             if self.settings.mix:
                 cohort.keep(slot, uploads[slot].tensors)
         return uploads
-
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 6."""
-        return Payload.of({ADAPTER: mean_adapter(state, uploads)})
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Line 6."""
-        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])))
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns theta_i and n_i."""
-        return mean_terms(client, download, upload)
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 6."""
-        return Payload.of({ADAPTER: moved_adapter(state, means)})
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
         """Line 7; the global model for a client that never took part."""

@@ -38,10 +38,10 @@ Readings and deviations (docs/methods/hetlora.md):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -49,26 +49,21 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
-from fedguild.errors import ConfigError
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.info import ModelInfo
 from fedguild.model.on_device import kept_on_device
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, with_part
-from fedguild.secure.form import Contribution, Form
-from fedguild.server.aggregation import Weight, WeightedMean, pad_rank, rank_axis, truncate_rank
+from fedguild.server.aggregation import Weight, pad_rank, rank_axis, truncate_rank
 from fedguild.server.limits import require_within_rank
-from fedguild.server.linear import RANK, SecureMeans, held_ranks, means_by_rank, one, values_of
 from fedguild.server.low_rank import DOWN, UP, Factors, accurate, by_module
-from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
+from fedguild.server.method import Deployment, Method, Observation, ServerCosts, in_part
 from fedguild.server.settings import Scale, UnequalRanksSettings
-from fedguild.server.uploads import weight_of
+from fedguild.server.terms import RANK, Means, Terms, Upload, mean_of_padded
 from fedguild.server.validation import Omissible
 
 TAIL = "tail"
 """The payload part with the ranks of a client's adapter that it loses if it is pruned; left out if it was."""
-WEIGHT = "weight"
-"""The name of w_k among the weights of secure aggregation."""
 RANKS = "ranks"
 """The state's tensor with r_k of every client, [clients] int64."""
 
@@ -143,7 +138,9 @@ class HetLoRA(Method):
         trained = [truncate_rank(cohort.read(slot), rank) for slot, rank in enumerate(ranks)]
         return [self._parted(adapter, prune=shrunk[slot]) for slot, adapter in enumerate(trained)]
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+    def expected_upload(
+        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of A_k, B_k at the pruned rank, and of the tail that pruning leaves out."""
         plan, rank = self.plan(model, client.budget), rank_of(whole_adapter(download))
         kept = self.pruned(rank)
@@ -153,57 +150,20 @@ class HetLoRA(Method):
         tail = in_part(TAIL, trainable_shapes(model, plan.with_lora(rank=rank - kept)))
         return {**shapes, **{name: Omissible(shape) for name, shape in tail.items()}}
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Lines 6 and 7, as running means over the uploads."""
-        weighted, uniform = PaddedMean(self.settings.rank), PaddedMean(self.settings.rank)
-        ranks = state.tensors[RANKS].clone()
-        for upload in uploads:
-            adapter = whole_adapter(upload.payload)
-            ranks[upload.client.index] = rank_of(adapter)
-            weighted.add(adapter, self._weights(adapter, upload.client))
-            if self.settings.weights == "norm":
-                uniform.add(adapter, weight_of(upload, "uniform"))
-        adapter = weighted.result(uniform.result(state.part(ADAPTER)))
-        return Payload({**with_part(ADAPTER, adapter), RANKS: ranks})
+    def terms(self, sent: Upload) -> Terms:
+        """Lines 6 and 7: the client weighs itself, and holds the ranks that it was not pruned of."""
+        adapter = whole_adapter(sent.payload)
+        terms = mean_of_padded(ADAPTER, sent, adapter, self.settings.rank, self._weights(adapter, sent.client))
+        if self.settings.norm_scope == "client":
+            return terms
+        return replace(terms, secure=False, why="method.norm_scope=module gives every matrix a weight of its own")
 
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Line 7: means over all clients, of which each holds its first r_k ranks; the server sees every r_k.
-
-        Raises:
-            ConfigError: every matrix has a weight of its own.
-        """
-        if self.settings.norm_scope != "client":
-            raise ConfigError(
-                "federation.secure: HetLoRA's norm_scope=module, a weight for every matrix, cannot be used.",
-                "Set method.norm_scope=client.",
-            )
-        rank = self.settings.rank
-        shapes = trainable_shapes(model, self.plan(model, budgets[0]).with_lora(rank=rank))
-        return Form(means_by_rank(ADAPTER, shapes, WEIGHT), {WEIGHT: 1, RANK: rank})
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Line 6: the client weighs itself; its ranks, less those that it was pruned of, are what it holds.
-
-        By rank it says only whether it has a weight: sums of the weights by rank would differ by single clients'.
-        """
-        adapter, full = whole_adapter(upload), self.settings.rank
-        weight = self._weights(adapter, client)
-        assert isinstance(weight, float)
-        held = held_ranks(rank_of(adapter), full)
-        values = values_of(ADAPTER, pad_rank(adapter, full)[0])
-        return Contribution(values, {WEIGHT: one(weight), RANK: (held & (weight > 0)).astype(np.float64)}, {RANK: held})
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+    def update(self, state: Payload, means: Means) -> Payload:
         """Line 7; ranks whose holders have no weight keep their global value."""
-        ranks, before = state.tensors[RANKS].clone(), state.part(ADAPTER)
+        ranks = state.tensors[RANKS].clone()
         for contributor in means.contributors:
             ranks[contributor.client.index] = int(contributor.held[RANK].sum())
-        weighed = (means.weight(RANK) > 0).to(torch.float32)
-        averaged = {
-            name: value.where(_along(name, value, weighed) > 0, before[name])
-            for name, value in means.result(ADAPTER, before).items()
-        }
-        return Payload({**with_part(ADAPTER, averaged), RANKS: ranks})
+        return Payload({**with_part(ADAPTER, means.moved(ADAPTER, state.part(ADAPTER))), RANKS: ranks})
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the global A, B truncated to the budget's rank."""
@@ -255,43 +215,6 @@ class HetLoRA(Method):
         if self.settings.norm_scope == "client":
             return math.hypot(*(value for norm in norms.values() for value in norm.flatten().tolist()))
         return {f"{module}.{leaf}": norm for module, norm in norms.items() for leaf in (DOWN, UP)}
-
-
-def _along(name: str, value: Tensor, ranks: Tensor) -> Tensor:
-    """Returns [r] along the rank of a factor."""
-    shape = [1] * value.dim()
-    shape[_axis(name)] = -1
-    return ranks.reshape(shape)
-
-
-class PaddedMean:
-    """The running mean sum_k w_k pad(x_k) / sum_k w_k of factors padded with zeros to one rank (line 7).
-
-    Args:
-        rank: r, the rank to pad to.
-    """
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-        self._mean = WeightedMean()
-        self._held: dict[str, Tensor] = {}
-
-    def add(self, adapter: Mapping[str, Tensor], weight: Weight | Mapping[str, Weight]) -> None:
-        """Adds one client's factors; the weight is as in `WeightedMean.add`."""
-        padded, masks = pad_rank(adapter, self._rank)
-        self._mean.add(padded, weight)
-        for name, rows in masks.items():
-            factor = torch.as_tensor(weight[name] if isinstance(weight, Mapping) else weight, dtype=torch.float64)
-            factor = factor.reshape(*factor.shape, *[1] * (rows.dim() - factor.dim()))
-            self._held[name] = self._held.get(name, torch.zeros(())) + factor * rows
-
-    def result(self, fallback: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the mean, and `fallback` in the ranks whose holders' weights sum to zero."""
-        means = self._mean.result(fallback)
-        return {
-            name: torch.where(self._held[name] > 0, mean, fallback[name]) if name in self._held else mean
-            for name, mean in means.items()
-        }
 
 
 def tail_start(gamma: float, rank: int) -> int:

@@ -31,7 +31,7 @@ Readings and deviations (docs/methods/rolora.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -43,14 +43,11 @@ from fedguild.model.adapters.lora import DOWN, UP
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.model.targets import leaf
-from fedguild.payload import ADAPTER, Payload
-from fedguild.secure.form import Contribution, Form
-from fedguild.server.aggregation import WeightedMean
+from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.limits import active_experts_of
-from fedguild.server.linear import SecureMeans
-from fedguild.server.method import RUNNING_MEAN, Method, Upload, in_part
+from fedguild.server.method import RUNNING_MEAN, Method, in_part
 from fedguild.server.settings import DropoutLoraSettings, Weights
-from fedguild.server.uploads import mean_form, mean_terms, moved_adapter, weight_of
+from fedguild.server.terms import Means, Terms, Upload, mean
 
 ROUND = "round"
 """The scalar t of a state and of every download: the number of the next round, from 1."""
@@ -98,36 +95,26 @@ class RoLoRA(Method):
             load_received(clients)
             return train(clients)
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of the factor that trains in the download's round."""
-        plan = plan_of_round(self.plan(model, client.budget), download)
+    def expected_upload(
+        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Returns the names and shapes of the factor that trains in the round."""
+        if round_index:
+            plan = self.further_plan(model, client.budget, round_index)
+        else:
+            plan = plan_of_round(self.plan(model, client.budget), download)
         return in_part(ADAPTER, trainable_shapes(model, plan))
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 4 or line 7; late uploads are ignored, as they have the other factor."""
-        trained, mean = trained_factor(state), WeightedMean()
-        for upload in uploads:
-            tensors = {name: value for name, value in upload.payload.part(ADAPTER).items() if leaf(name) == trained}
-            mean.add(tensors, weight_of(upload, self.settings.weights))
-        return Payload.of({ADAPTER: mean.result(state.part(ADAPTER))}, {ROUND: int(state.scalars[ROUND]) + 1})
+    def terms(self, sent: Upload) -> Terms:
+        """Line 4 or line 7."""
+        return mean(ADAPTER, sent, self.settings.weights)
 
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Lines 4 and 7."""
-        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])), self.settings.weights)
-
-    def round_form(self, model: ModelInfo, budgets: Sequence[Budget], round_index: int) -> Form:
-        """Line 4 or line 7: the factor that trains in the round."""
-        return mean_form(
-            trainable_shapes(model, self.further_plan(model, budgets[0], round_index)), self.settings.weights
-        )
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns the client's factor and w_c."""
-        return mean_terms(client, download, upload, self.settings.weights)
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 4 or line 7; the other factor stays."""
-        return Payload.of({ADAPTER: moved_adapter(state, means)}, {ROUND: int(state.scalars[ROUND]) + 1})
+    def update(self, state: Payload, means: Means) -> Payload:
+        """Line 4 or line 7; the other factor stays, and late uploads, which have it, are ignored."""
+        trained = trained_factor(state)
+        before = {name: value for name, value in state.part(ADAPTER).items() if leaf(name) == trained}
+        moved = with_part(ADAPTER, means.moved(ADAPTER, before))
+        return Payload({**state.tensors, **moved}, {ROUND: int(state.scalars[ROUND]) + 1})
 
 
 def trained_factor(payload: Payload) -> str:

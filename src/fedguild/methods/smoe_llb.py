@@ -30,25 +30,19 @@ Readings and deviations (docs/methods/smoe-llb.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-import torch
 from pydantic import Field
 
-from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.load_balancing import LoadBalancing
 from fedguild.client.observing import observing
 from fedguild.client.training import load_received, trained_adapters
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
-from fedguild.payload import ADAPTER, Payload
-from fedguild.secure.form import Contribution, Form
+from fedguild.model.plan import AdapterPlan
+from fedguild.payload import Payload
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.linear import SecureMeans
-from fedguild.server.method import RUNNING_MEAN, Method, NotPrivate, Upload
+from fedguild.server.method import RUNNING_MEAN, Method, NotPrivate
 from fedguild.server.settings import Alpha, LoraSettings, Targets
-from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
 
 
 class SmoeLlbSettings(LoraSettings):
@@ -75,11 +69,6 @@ class SmoeLlb(Method):
         model.require_experts("SMoE-LLB")
         return AdapterPlan((self.settings.lora,), require_within_top_k(model, budget))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Line 1."""
-        plans = [self.plan(model, budget) for budget in budgets]
-        return Payload.of({ADAPTER: initial_adapter(model, plans[0], rng)})
-
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
         load_received(cohort)
@@ -92,19 +81,3 @@ class SmoeLlb(Method):
                 step.backward(nll + auxiliary * step.shares())  # ST-MoE, Eq. 6
                 step.apply()
         return trained_adapters(cohort)
-
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 5."""
-        return Payload.of({ADAPTER: mean_adapter(state, uploads)})
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Line 5."""
-        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])))
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns Theta_c and n_c."""
-        return mean_terms(client, download, upload)
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 5."""
-        return Payload.of({ADAPTER: moved_adapter(state, means)})

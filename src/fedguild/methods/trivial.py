@@ -23,7 +23,7 @@ Readings and deviations (docs/methods/trivial.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,14 +32,11 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload, with_part
-from fedguild.secure.form import Contribution, Form
 from fedguild.server.aggregation import rank_axis
-from fedguild.server.linear import SecureMeans
-from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload, in_part
+from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, in_part
 from fedguild.server.settings import AnyRanksSettings, Targets
-from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
 
 
 class TrivialSettings(AnyRanksSettings):
@@ -95,26 +92,9 @@ class Trivial(Method):
             cohort.leave(slot, Payload(tensors).part(work.client.budget.name))
         return [Payload.of({ADAPTER: tensors}) for tensors in trained]
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 5, for all budgets at once."""
-        return Payload.of({ADAPTER: mean_adapter(state, uploads)})
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Line 5, for all budgets at once."""
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, budget in {budget.name: budget for budget in budgets}.items():
-            shapes |= in_part(name, trainable_shapes(model, self.plan(model, budget)))
-        return mean_form(shapes)
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns what the client trained for every budget, and n_i."""
-        return mean_terms(client, download, upload)
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 5, for all budgets at once."""
-        return Payload.of({ADAPTER: moved_adapter(state, means)})
-
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+    def expected_upload(
+        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of the tensors that the client received."""
         return in_part(ADAPTER, {name: tuple(value.shape) for name, value in download.part(ADAPTER).items()})
 

@@ -96,11 +96,9 @@ class ComparisonTable:
 
     @property
     def smallest(self) -> BudgetFacts | None:
-        """The smallest budget."""
         return min(self.budgets, key=size_of, default=None)
 
     def row(self, label: str) -> MethodRow:
-        """Returns the row of a method."""
         return next(row for row in self.rows if row.label == label)
 
     def difference(self, label: str, column: str, against: str | None = None) -> Spread | None:
@@ -128,7 +126,6 @@ class ComparisonTable:
         return max(scored, key=lambda label: scored[label]) if len(scored) > 1 else None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns scores, spreads, differences and costs as plain JSON values."""
         return {
             "reference": self.reference,
             "seeds": list(self.seeds),

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import pandas
+from numpy.typing import NDArray
 from rich import box
 from rich.table import Table
 from rich.text import Text
+
+from fedguild.report import units
 
 
 @dataclass(frozen=True)
@@ -59,3 +65,34 @@ class Grid:
         rule = [":---", *["---:"] * (len(header) - 1)]
         lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in [header, rule, *body]]
         return f"**{self.title}**\n\n" + "\n".join(lines) + "\n"
+
+
+MOST_VALUES = 3000
+"""Tables of a figure's values with more are left out: a page with them would not open."""
+
+
+def curves_grid(
+    curves: Mapping[str, Sequence[tuple[int, float]]], title: str, printed: Callable[[float], str] = units.score
+) -> Grid | None:
+    """Returns round × line, the values of a line chart."""
+    frame = pandas.DataFrame({name: dict(curve) for name, curve in curves.items()}).sort_index()
+    texts = frame.map(lambda value: units.MISSING if pandas.isna(value) else printed(value))
+    return values_grid(title, "Round", [str(number) for number in frame.index], list(frame), texts.to_numpy().tolist())
+
+
+def counts_grid(
+    counts: NDArray[Any], rows: Sequence[str], columns: Sequence[str], title: str, digits: int = 0
+) -> Grid | None:
+    """Returns clients × labels or experts, the values of a bubble chart or a heat map."""
+    texts = [[f"{value:.{digits}f}" for value in row] for row in counts.tolist()]
+    return values_grid(title, "Client", rows, columns, texts)
+
+
+def values_grid(
+    title: str, corner: str, rows: Sequence[str], columns: Sequence[str], texts: Sequence[Sequence[str]]
+) -> Grid | None:
+    """Returns a figure's values as a table, for readers who cannot see it; None if there are none, or too many."""
+    if not 0 < len(rows) * len(columns) <= MOST_VALUES:
+        return None
+    body = tuple((Cell(name), *map(Cell, row)) for name, row in zip(rows, texts, strict=True))
+    return Grid(title, (Cell(corner), *map(Cell, columns)), body)

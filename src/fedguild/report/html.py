@@ -20,15 +20,13 @@ from fedguild.files import write_text
 from fedguild.report import comparison_figures, figures, units
 from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.costs import Cost, budget_costs, client_totals, phase_seconds
-from fedguild.report.grid import Grid
+from fedguild.report.grid import Grid, counts_grid, curves_grid
 from fedguild.report.observation_figures import MOST_NAMED, observation_figure
-from fedguild.report.observations import Series, observation_grid, observed
-from fedguild.report.stability import stability_grids
+from fedguild.report.observations import Series, observation_grid, observed, stability_grids
 from fedguild.report.style import FULL_WIDTH, following, wide_and_narrow
 from fedguild.report.summary import budget_title, comparison_summary, run_summary
 from fedguild.report.sweep import SweepTable
 from fedguild.report.tables import RunTable, privacy_grid, routing_grid, run_table, task_grid, training_grid
-from fedguild.report.values import counts_values, curves_values, series_values
 from fedguild.runs.folder import Run, load_run
 from fedguild.runs.index import (
     COMPARISON_FILE,
@@ -37,7 +35,6 @@ from fedguild.runs.index import (
     RunSummary,
     find_pages,
     find_runs,
-    summarise,
 )
 from fedguild.runs.standing import STATUS
 
@@ -127,7 +124,7 @@ def write_index(folder: Path) -> Path:
         CheckpointError: there is no run below the folder.
         FedGuildError: the page cannot be written.
     """
-    found = [summarise(each) for each in find_runs(folder)]
+    found = [RunSummary(each) for each in find_runs(folder)]
     if not found:
         raise CheckpointError(
             f"There is no run in {folder}, nor below it.",
@@ -199,7 +196,7 @@ def _run_page(run: Run, shown: Shown) -> dict[str, Any]:
         "summary": run_summary(table),
         "grid": table.grid() if table.rows else None,
         "curves": shown(lambda width: figures.score_curves(curves, run.split, width=width)) if curves else None,
-        "curve_values": curves_values(curves, f"{run.split.capitalize()} score by round"),
+        "curve_values": curves_grid(curves, f"{run.split.capitalize()} score by round"),
         "from_the_start": any(record.round == 0 for record in run.evaluations),
         "tasks": task_grid(run),
         "privacy": privacy_grid(run),
@@ -259,7 +256,7 @@ def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
         "method": lambda run: run.method,
         "data": lambda run: run.data,
         "model": lambda run: run.model,
-        "status": lambda run: STATUS[run.word],
+        "status": lambda run: STATUS[run.how.word],
     }
     choices = {key: sorted({value(run) for run in found} - {""}) for key, value in of.items()}
     places = {key: {choice: place for place, choice in enumerate(known)} for key, known in choices.items()}
@@ -269,15 +266,15 @@ def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
             "place": run.folder.relative_to(folder).as_posix(),
             "link": quote((run.folder / REPORT_FILE).relative_to(folder).as_posix()) if run.has_report else "",
             "places": [(key, places[key].get(value(run), "")) for key, value in of.items()],
-            "word": STATUS[run.word],
+            "word": STATUS[run.how.word],
             "cells": [
-                *(units.score(run.score), units.score(run.before), f"{run.round}/{run.rounds or '?'}"),
+                *(units.score(run.score), units.score(run.before), f"{run.round}/{run.planned_rounds or '?'}"),
                 *(run.method, run.data, run.model),
-                units.count(run.clients) if run.clients else units.MISSING,
-                units.MISSING if run.seed is None else str(run.seed),
+                units.count(run.number_of_clients) if run.number_of_clients else units.MISSING,
+                str(run.seed) if run.config else units.MISSING,
                 units.duration(run.seconds),
             ],
-            "reason": run.reason,
+            "reason": run.how.reason,
         }
         for run in found
     ]
@@ -285,7 +282,7 @@ def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
     return {
         "title": folder.resolve().name,
         "count": units.count_of(len(found), "run"),
-        "words": sorted(Counter(STATUS[run.word] for run in found).items()),
+        "words": sorted(Counter(STATUS[run.how.word] for run in found).items()),
         "filters": [{"key": key, "title": key.capitalize(), "choices": known} for key, known in choices.items()],
         "headings": headings,
         "rows": rows,
@@ -321,7 +318,7 @@ def _expert_figures(run: Run, shown: Shown) -> dict[str, Any] | None:
     return {
         "round": routing.round,
         "mean": shown(lambda width: figures.expert_heat_map(frequency, names, width=width)),
-        "values": counts_values(
+        "values": counts_grid(
             frequency.mean(axis=1),
             names,
             list(map(str, range(routing.experts))),
@@ -355,7 +352,7 @@ def _personal(run: Run, table: RunTable, shown: Shown) -> dict[str, Any] | None:
     return {
         "grid": table.client_grid(),
         "curves": shown(lambda width: figures.score_curves(known, run.split, "personal", width)) if known else None,
-        "curve_values": curves_values(known, f"{run.split.capitalize()} score by round, mean over the clients"),
+        "curve_values": curves_grid(known, f"{run.split.capitalize()} score by round, mean over the clients"),
         "dots": shown(lambda width: figures.client_dots(drawn, run.split, width)) if drawn else None,
         "both": len(known) > 1,
     }
@@ -376,7 +373,7 @@ def _observation(series: Series, place: int, shown: Shown) -> dict[str, Any]:
         caption = f"{series.title}{of}, over the rounds."
         caption += f" A line for each of {len(series.lines())}; the thick one is their mean." if many else ""
     drawn = shown(lambda width: observation_figure(series, f"observed-{place}", width))
-    return {"caption": caption, "svg": drawn, "values": series_values(series)}
+    return {"caption": caption, "svg": drawn, "values": series.grid()}
 
 
 def _cost_bars(costs: Mapping[str, Cost]) -> list[tuple[str, list[tuple[str, str, float]]]]:
@@ -405,7 +402,7 @@ def _partition_values(run: Run) -> Grid | None:
     if run.guarantee or run.partition is None or not run.partition.counts or not run.partition.labels:
         return None
     counts = np.asarray(run.partition.counts)
-    return counts_values(counts, _holders(run), run.partition.labels, "Examples of each label on each client")
+    return counts_grid(counts, _holders(run), run.partition.labels, "Examples of each label on each client")
 
 
 def _holders(run: Run) -> list[str]:
@@ -418,7 +415,7 @@ def _round_values(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> 
     """Returns round × method and column, mean over the seeds."""
     means = comparison_figures.mean_curves(table, runs)
     curves = {f"{label}, {column}": curve for (label, column), curve in means.items()}
-    return curves_values(curves, f"{table.split.capitalize()} score by round, mean over the seeds")
+    return curves_grid(curves, f"{table.split.capitalize()} score by round, mean over the seeds")
 
 
 def _client_name(client: int, budgets: Mapping[int, str]) -> str:

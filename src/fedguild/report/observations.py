@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
 
+import pandas
+
+from fedguild.errors import ConfigError, nearest
 from fedguild.evaluation.statistics import spread
-from fedguild.report.grid import Cell, Grid
+from fedguild.report.grid import Cell, Grid, curves_grid, values_grid
 from fedguild.runs.folder import Run
 from fedguild.runs.log import ObservationRecord
 
@@ -77,6 +81,15 @@ class Series:
                 if math.isfinite(value):
                     points.setdefault(row, []).append((record.round, value))
         return points
+
+    def grid(self) -> Grid | None:
+        """Returns the values of the figure: of its last round, or of every round where it is followed."""
+        title = f"{self.title}, in {self.unit}" if self.unit else self.title
+        if not self.is_matrix:
+            return curves_grid(self.lines(), title, "{:.4g}".format)
+        shown = self.matrix()
+        texts = [[f"{value:.4g}" for value in row] for row in shown.values]
+        return values_grid(title, "", shown.rows, shown.columns, texts)
 
 
 def observed(run: Run) -> list[Series]:
@@ -157,3 +170,61 @@ def evenly(members: Sequence[Kept], most: int) -> list[Kept]:
     if len(members) <= most:
         return list(members)
     return [members[round(place * (len(members) - 1) / (most - 1))] for place in range(most)]
+
+
+def entry_over_seeds(runs: Sequence[Run], figure: str, row: str, column: str = "", *, rounds: int = 5) -> Grid:
+    """Returns a table with a row for each seed and a column for each of the last rounds.
+
+    For Table 7: the figure `experts held in the next round`, the row a module, the column a client.
+
+    Args:
+        runs: The runs of one config, one for each seed.
+        figure: Name of the observation.
+        row: Label of its row.
+        column: Label of its column; empty where a row has one value.
+        rounds: How many of the last rounds that every run has.
+
+    Raises:
+        ConfigError: a run reports no such figure, row or column.
+    """
+    entries = [_entry(run.frame("observations"), run.folder, figure, row, column) for run in runs]
+    over_rounds = pandas.concat(entries, axis=1, join="inner").sort_index().tail(rounds)
+    body = tuple(
+        (Cell(str(run.setting("seed", default=""))), *(Cell(f"{value:.4g}") for value in over_rounds.iloc[:, place]))
+        for place, run in enumerate(runs)
+    )
+    place = f"{row}, {column}" if column else row
+    return Grid(f"{figure}: {place}", (Cell("Seed"), *(Cell(f"round {number}") for number in over_rounds.index)), body)
+
+
+def stability_grids(runs: Mapping[str, Sequence[Run]]) -> list[Grid]:
+    """Returns, for each method with several seeds, the first entry of each matrix of counts that it reports.
+
+    Counts, such as the experts that a client holds, mean the same under every seed; a matrix
+    without a unit need not (experts are drawn anew), and is left out.
+
+    Args:
+        runs: Label -> the method's runs, one per seed.
+    """
+    return [
+        replace(grid, title=f"{label}: {grid.title}")
+        for label, members in runs.items()
+        if len(members) > 1
+        for series in observed(members[0])
+        if series.is_matrix and series.unit
+        for grid in [entry_over_seeds(members, series.name, series.last.rows[0], series.last.columns[0])]
+    ]
+
+
+def _entry(observed: pandas.DataFrame, folder: Path, figure: str, row: str, column: str) -> pandas.Series:
+    """Returns the entry's values by round."""
+    found = observed.reindex(columns=["round", "name", "row", "column", "value"])
+    for key, label, missing in (
+        ("name", figure, f"{folder} reports no figure '{figure}'."),
+        ("row", row, f"The figure '{figure}' has no row '{row}'."),
+        ("column", column, f"The figure '{figure}' has no column '{column}'."),
+    ):
+        if label not in (known := list(found[key].unique())):
+            raise ConfigError(missing, nearest(label, known))
+        found = found[found[key] == label]
+    return found.groupby("round")["value"].last()

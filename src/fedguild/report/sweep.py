@@ -47,7 +47,6 @@ class Setting:
     Attributes:
         label: Its name, also that of its runs.
         values: Key -> value as it was given.
-        row: Its scores and costs over the seeds.
         diverged: The seeds with which its training diverged.
     """
 
@@ -57,12 +56,10 @@ class Setting:
     diverged: tuple[int, ...] = ()
 
     def scores(self, of: str) -> Mapping[int, float]:
-        """Returns seed -> score."""
         return self.row.scores.get(of, {})
 
     @property
     def title(self) -> str:
-        """The values in one line."""
         return ", ".join(f"{key}={value}" for key, value in self.values.items())
 
 
@@ -99,7 +96,6 @@ class SweepTable:
         return self.split == "validation"
 
     def spread(self, setting: Setting) -> Spread | None:
-        """Returns mean and deviation of a setting's scores; None without a score."""
         return setting.row.spread(self.score)
 
     def below_best(self, setting: Setting) -> Spread | None:
@@ -113,7 +109,6 @@ class SweepTable:
         return difference is not None and difference.count > 1 and difference.mean + half_width(difference) >= 0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns settings, scores and the choice as plain JSON values."""
         return {
             "keys": list(self.keys),
             "score": self.score,

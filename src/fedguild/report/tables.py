@@ -70,9 +70,6 @@ class RunTable:
     """The table of one run.
 
     Attributes:
-        name: The run's name.
-        method: The method's registered name.
-        seed: The run's seed.
         round: The last evaluated round.
         split: What the scores were measured on, `test` or `validation`.
         rows: One per evaluated budget; empty where only clients' own models were scored.
@@ -114,11 +111,9 @@ class RunTable:
 
     @property
     def smallest(self) -> BudgetRow | None:
-        """The row of the smallest budget."""
         return min(self.rows, key=lambda row: size_of(row.budget), default=None)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the table as plain JSON values."""
         return asdict(self)
 
     def grid(self) -> Grid:

@@ -60,7 +60,10 @@ class BudgetFacts:
 
 
 class Described:
-    """A run as its config describes it; what the config does not say is empty or 0."""
+    """A run as its config describes it; what the config does not say is empty or 0.
+
+    `model` is the backbone's path, `data` the corpus; `name` is the folder's where the config has none.
+    """
 
     folder: Path
     config: Mapping[str, Any]
@@ -76,28 +79,23 @@ class Described:
 
     @property
     def name(self) -> str:
-        """The run's name in the config, else the folder's."""
         return str(self.setting("name") or self.folder.name)
 
     @property
     def method(self) -> str:
-        """The method's registered name."""
         method = self.setting("method")
         return str((method.get("name") if isinstance(method, Mapping) else method) or "")
 
     @property
     def model(self) -> str:
-        """The backbone."""
         return str(self.setting("model", "path") or "")
 
     @property
     def data(self) -> str:
-        """The corpus."""
         return str(self.setting("data", "dataset") or "")
 
     @property
     def partition_scheme(self) -> str:
-        """The partition of the data in words."""
         scheme, alpha = self.setting("data", "partition", "scheme"), self.setting("data", "partition", "alpha")
         if scheme == "dirichlet" and isinstance(alpha, (int, float)):
             return f"Dirichlet {alpha:g}"
@@ -105,17 +103,14 @@ class Described:
 
     @property
     def number_of_clients(self) -> int:
-        """How many clients the federation has."""
         return self._whole("federation", "clients")
 
     @property
     def planned_rounds(self) -> int:
-        """The rounds that the config asks for."""
         return self._whole("federation", "rounds")
 
     @property
     def seed(self) -> int:
-        """The seed that everything random derives from."""
         return self._whole("seed")
 
     def _whole(self, *path: str) -> int:
@@ -290,7 +285,6 @@ def load_run(folder: Path, *, needs_scores: bool = True) -> Run:
     """Reads a run folder.
 
     Args:
-        folder: The folder.
         needs_scores: Whether a run that has no score yet is refused; its tables and figures would be empty.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -15,7 +15,7 @@ from fedguild.locking import HOLDER
 from fedguild.runs.activity import ActivityLog
 from fedguild.runs.folder import FollowedRun
 from fedguild.runs.log import EvaluationRecord, Record, RoundRecord, RunLog
-from fedguild.runs.standing import Word, standing
+from fedguild.runs.standing import Standing, standing
 from fedguild.score_names import HEADLINES, Scope
 
 REPORT_FILE = "report.html"
@@ -27,107 +27,66 @@ DEPTH = 4
 """Levels of folders below the given one in which runs are looked for."""
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """A run in a line.
+class RunSummary(FollowedRun):
+    """A run in a line, which may be going on.
 
     Attributes:
-        folder: Its folder.
-        name: Its name.
-        method: Its method.
-        model: Its backbone.
-        data: Its corpus.
-        clients: How many clients it has.
-        seed: Its seed.
-        rounds: The rounds that its config asks for; 0 if that is not known.
+        how: How it stands.
         round: The last complete round.
-        word: How it stands.
-        reason: Why; may be empty.
         score: The last score: the mean over the budgets, or over the clients; None before the first.
         before: The same before training.
         seconds: Wall time of its complete rounds.
-        has_report: Whether its report was written.
-    """
-
-    folder: Path
-    name: str
-    method: str = ""
-    model: str = ""
-    data: str = ""
-    clients: int = 0
-    seed: int | None = None
-    rounds: int = 0
-    round: int = 0
-    word: Word = "waiting"
-    reason: str = ""
-    score: float | None = None
-    before: float | None = None
-    seconds: float = 0.0
-    has_report: bool = False
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values, without the folder."""
-        return {key: value for key, value in asdict(self).items() if key != "folder"}
-
-
-class SummaryReader(FollowedRun):
-    """The summary of a run that may be going on; reads only what is new.
-
-    Args:
-        folder: The run's folder; it need not exist yet.
     """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, RoundRecord, EvaluationRecord)
+        self.how, self.round, self.seconds, self.has_report = Standing("waiting"), 0, 0.0, False
+        self.score: float | None = None
+        self.before: float | None = None
         self._stamp: tuple[Any, ...] | None = None
-        self._known: RunSummary | None = None
-        self._seconds: dict[int, float] = {}
+        self._by_round: dict[int, float] = {}
         self._scores: dict[tuple[Scope, str, str], dict[int, float]] = {}
+        self.refresh()
 
-    def read(self) -> RunSummary:
-        """Returns the summary; that of before where no file has changed."""
+    def refresh(self) -> bool:
+        """Reads what is new; returns False without a look into the files where none has changed."""
         stamp = tuple(_stamp(self.folder / name) for name in (CONFIG, RunLog.FILE, ActivityLog.FILE, REPORT_FILE))
         busy = (self.folder / HOLDER).exists()
-        if stamp != self._stamp or busy or self._known is None or self._known.word == "running":
-            self._stamp, self._known = stamp, self._read(busy)
-        return self._known
-
-    def _read(self, busy: bool) -> RunSummary:
+        if stamp == self._stamp and not busy and self.how.word != "running":
+            return False
+        self._stamp = stamp
         self.read_config()
         while True:
             records, began = self.records.read()
             if began:
-                self._scores, self._seconds = {}, {}
+                self._scores, self._by_round = {}, {}
             for record in records:
                 self._take(record)
             if not records:
                 break
         if not busy:
             self.records.close()
-        last = max(self._seconds, default=0)
-        how = standing(self.folder, ActivityLog(self.folder).last_ending(), last, self.planned_rounds)
-        score, before = self._headline()
-        return RunSummary(
-            folder=self.folder,
-            name=self.name,
-            method=self.method,
-            model=self.model,
-            data=self.data,
-            clients=self.number_of_clients,
-            seed=self.seed if self.config else None,
-            rounds=self.planned_rounds,
-            round=last,
-            word=how.word,
-            reason=how.reason,
-            score=score,
-            before=before,
-            seconds=sum(self._seconds.values()),
-            has_report=(self.folder / REPORT_FILE).is_file(),
-        )
+        self.round, self.seconds = max(self._by_round, default=0), sum(self._by_round.values())
+        self.how = standing(self.folder, ActivityLog(self.folder).last_ending(), self.round, self.planned_rounds)
+        self.score, self.before = self._headline()
+        self.has_report = (self.folder / REPORT_FILE).is_file()
+        return True
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            **{name: getattr(self, name) for name in ("name", "method", "model", "data", "round", "score", "before")},
+            "clients": self.number_of_clients,
+            "seed": self.seed if self.config else None,
+            "rounds": self.planned_rounds,
+            "word": self.how.word,
+            "reason": self.how.reason,
+            "seconds": self.seconds,
+            "has_report": self.has_report,
+        }
 
     def _take(self, record: Record) -> None:
         if record.kind == "round":
-            self._seconds[record.round] = record.seconds
+            self._by_round[record.round] = record.seconds
         elif record.kind == "evaluation" and record.scope in ("summary", "budget") and math.isfinite(record.score):
             self._scores.setdefault((record.scope, record.name, record.split), {})[record.round] = record.score
 
@@ -145,11 +104,6 @@ class SummaryReader(FollowedRun):
                 last = max(max(by_round) for by_round in budgets)
                 return _mean_of(budgets, last), _mean_of(budgets, 0)
         return None, None
-
-
-def summarise(folder: Path) -> RunSummary:
-    """Returns the summary of a run's folder."""
-    return SummaryReader(folder).read()
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:

@@ -1,4 +1,4 @@
-"""The log of a run: typed records, one JSON object per line of `metrics.jsonl`.
+"""The log of a run: typed records, one JSON object per line of `metrics.jsonl`, written, read and followed.
 
 The lines are hash-chained (`fedguild.chained`): a line that was damaged, removed or moved is found when the log is
 read. Logs that 0.2.0 wrote have no seals, and are read as they are.
@@ -30,7 +30,10 @@ MEASURED_FIELDS = frozenset({"seconds", "phase_seconds", "peak_memory_bytes"})
 
 
 class _Row(BaseModel):
-    """A JSON object without additional fields; NaN and infinity are written as strings."""
+    """A JSON object without additional fields; NaN and infinity are written as strings.
+
+    A `client` is an index, a `budget` its name, and rounds count from 1.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings", protected_namespaces=())
 
@@ -53,7 +56,6 @@ class StrayUpload(_Row):
     Attributes:
         round: The round that it belongs to.
         client: Index of the client that sent it.
-        upload_bytes: Size of the encoded upload.
         dropped: The reason why it was not aggregated; empty if it was, in the round of this record.
     """
 
@@ -67,7 +69,6 @@ class RoundRecord(_Row):
     """A complete round.
 
     Attributes:
-        round: Number of the round, from 1.
         seconds: Wall time of the whole round.
         phase_seconds: Wall time by phase, for example `train`, `evaluate`, `aggregate`.
         participants: Indices of the clients that were asked.
@@ -94,17 +95,12 @@ class ClientRecord(_Row):
     """One client's local training in one round.
 
     Attributes:
-        round: Number of the round, from 1.
-        client: Index of the client.
-        budget: Name of the client's budget.
         active_experts: Active experts per token while training; 0 for a dense model.
         rank: LoRA rank while training.
         examples: Number of the client's training examples; None where it is withheld for privacy.
         steps: Optimizer steps; None alike.
         tokens: Tokens of the batches, padding excluded; None alike.
         train_loss: Mean loss over the steps, nats per response token; None alike.
-        upload_bytes: Size of the encoded upload.
-        download_bytes: Size of the encoded download.
         upload_parts: Bytes of the upload's tensors by part, for example `adapter`.
         training_flops: Floating-point operations of the local training; None alike.
         peak_memory_bytes: Peak memory of the client's cohort: allocated on a GPU, resident in the process on a CPU.
@@ -133,7 +129,6 @@ class PrivacyRecord(_Row):
     """What every client has spent of its privacy after a round.
 
     Attributes:
-        round: Number of the round, from 1.
         unit: What is protected, `client` or `example`.
         delta: delta of the guarantees.
         clients: Indices of all clients.
@@ -156,7 +151,6 @@ class TrafficRecord(_Row):
     """The bytes of a round under `federation.byte_limit`.
 
     Attributes:
-        round: Number of the round, from 1.
         planned_bytes: What it could have moved without further attempts, both ways.
         round_bytes: What it moved, further attempts and late uploads included.
         total_bytes: What the run has moved so far.
@@ -209,8 +203,6 @@ class ObservationRecord(_Row):
     """A figure that the method itself reports after a round.
 
     Attributes:
-        round: Number of the round, from 1.
-        name: The figure's name.
         rows: A label for each row of `values`.
         columns: A label for each column; empty where a row has one value.
         values: One list for each row.
@@ -230,7 +222,6 @@ class RoutingRecord(_Row):
     """The experts that the clients' tokens activated in a round.
 
     Attributes:
-        round: Number of the round, from 1.
         layers: L, mixture-of-experts layers.
         experts: M, experts per layer.
         clients: Indices of the clients, in the order of `frequency`.

@@ -64,7 +64,31 @@ class WeightedMean:
         unknown = sorted(self._means.keys() - fallback.keys())
         if unknown:
             raise ValueError(f"No fallback for the added tensors {', '.join(unknown)}.")
-        return {name: self._result(name, kept.to(self._dtype)) for name, kept in fallback.items()}
+        return {name: self.of(name, kept.to(self._dtype)) for name, kept in fallback.items()}
+
+    @property
+    def names(self) -> Iterable[str]:
+        """The names added so far."""
+        return self._means.keys()
+
+    def has(self, name: str) -> bool:
+        """Whether the total weight is positive anywhere in a tensor."""
+        return name in self._totals and bool((self._totals[name] > 0).any())
+
+    def zeros(self, name: str) -> Tensor:
+        """Returns zeros in the shape of a tensor that was added."""
+        return torch.zeros_like(self._means[name])
+
+    def of(self, name: str, fallback: Tensor) -> Tensor:
+        """Returns the mean of one name, and its fallback where the total weight is zero.
+
+        Raises:
+            ValueError: it was added in another shape.
+        """
+        if name not in self._means:
+            return fallback.clone()
+        _require_shape(name, fallback, self._means[name])
+        return torch.where(self._totals[name] > 0, self._means[name], fallback)
 
     def _add(self, name: str, tensor: Tensor, weight: Weight) -> None:
         broadcast, smallest = _over_leading(name, tensor, weight)
@@ -81,12 +105,6 @@ class WeightedMean:
             value = torch.where(broadcast > 0, value, mean)  # 0 * NaN is NaN, and 0 * infinity too
             share = torch.where(total > 0, broadcast / total, 0.0)
         mean.lerp_(value, share.to(self._dtype))
-
-    def _result(self, name: str, fallback: Tensor) -> Tensor:
-        if name not in self._means:
-            return fallback.clone()
-        _require_shape(name, fallback, self._means[name])
-        return torch.where(self._totals[name] > 0, self._means[name], fallback)
 
 
 def rank_axis(name: str) -> int | None:

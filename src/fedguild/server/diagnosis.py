@@ -17,7 +17,8 @@ from torch import Tensor
 
 from fedguild.model.info import ModelInfo
 from fedguild.payload import ADAPTER, Payload
-from fedguild.server.method import Observation, Upload
+from fedguild.server.method import Observation
+from fedguild.server.terms import Upload
 
 SHRINKAGE = "shrinkage by averaging, sum p_i |Delta_i|^2 / |sum p_i Delta_i|^2"
 INEXACTNESS = "inexactness of averaging A and B apart, |sum p_i B_i A_i - B A| / |sum p_i B_i A_i|"

@@ -29,7 +29,7 @@ class Task:
 
 
 @dataclass(frozen=True)
-class Terms:
+class Wait:
     """The limits to an engine's wait for the clients of one `train`.
 
     Attributes:
@@ -41,7 +41,7 @@ class Terms:
     enough: int | None = None
 
 
-WAIT_FOR_ALL = Terms()
+WAIT_FOR_ALL = Wait()
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Engine(Protocol):
     """Runs the clients of a round; methods never see the engine."""
 
     def train(
-        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
         """Yields a delivery for every task, in client order (the order of `tasks`).
 

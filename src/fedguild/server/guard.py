@@ -30,7 +30,8 @@ from fedguild.errors import QuorumError, UploadError
 from fedguild.files import make_folder, write_bytes
 from fedguild.packing import pack, unpack
 from fedguild.payload import ADAPTER, Payload
-from fedguild.server.method import Method, Upload
+from fedguild.server.method import Method
+from fedguild.server.terms import Upload
 from fedguild.server.validation import unusable
 
 Robust = Literal["none", "trimmed_mean", "median", "clipped"]

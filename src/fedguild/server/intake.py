@@ -14,14 +14,14 @@ from fedguild.errors import NotFiniteError, UploadError
 from fedguild.payload import Payload
 from fedguild.server.diagnosis import Diagnosis
 from fedguild.server.divergence import require_finite_uploads
-from fedguild.server.engine import Delivery, Task, Terms
+from fedguild.server.engine import Delivery, Task, Wait
 from fedguild.server.guard import LARGEST_TRAINED, LARGEST_VALUE, Guard, largest_value
-from fedguild.server.method import Upload
 from fedguild.server.optimizer import without_momentum
 from fedguild.server.private_mean import PrivateMean
 from fedguild.server.round import Outcome, RoundSetup, Stray
 from fedguild.server.sampling import require_quorum
 from fedguild.server.secure_round import Peers, SecureAggregation
+from fedguild.server.terms import Upload
 from fedguild.server.validation import check_size, check_upload, unusable
 from fedguild.text import printable
 from fedguild.wire.accounting import count_traffic, size_bytes
@@ -66,7 +66,7 @@ class Intake:
                 break
             if attempt:
                 self.retried.update(task.client.index for task in tasks)
-            terms = Terms(self.rules.deadline_seconds, enough=missing if missing < len(tasks) else None)
+            terms = Wait(self.rules.deadline_seconds, enough=missing if missing < len(tasks) else None)
             asked = [task.client.index for task in tasks]
             self.note("asked", round=self.outcome.round, attempt=attempt, clients=asked)
             arriving = self.setup.engine.train(self.method, self.model, tasks, terms)
@@ -185,7 +185,7 @@ class Intake:
             outcome.rejected[index] = printable(reason or NOTHING) + _blame(self.tasks[index].download)
             return None
         self.accepted.add(index)
-        return Upload(outcome.round, delivery.task.client, delivery.upload)
+        return Upload(outcome.round, delivery.task.client, delivery.upload, self.tasks[index].download)
 
     def _tell_of(self, delivery: Delivery) -> None:
         """Notes what became of a delivery of this round."""
@@ -220,7 +220,9 @@ class Intake:
                 reason = self._rejection(delivery.task, delivery.upload)
             self._stray(delivery, reason)
             if not reason and delivery.upload is not None:
-                yield self._seen(Upload(delivery.task.round, delivery.task.client, delivery.upload))
+                yield self._seen(
+                    Upload(delivery.task.round, delivery.task.client, delivery.upload, delivery.task.download)
+                )
 
     def _rejection(self, task: Task, upload: Payload | None) -> str:
         """Returns the fault of a task's upload; empty if it has none."""
@@ -236,7 +238,7 @@ class Intake:
         try:
             if self.rules.upload_limit_bytes is not None:
                 check_size(self._size_bytes(upload), self.rules.upload_limit_bytes, client=client)
-            expected = self.method.expected_upload(self.model, task.client, task.download)
+            expected = self.method.expected_upload(self.model, task.client, task.download, task.round)
             check_upload(
                 upload,
                 expected,

@@ -1,14 +1,35 @@
-"""The protocol of a method: both halves of a paper's algorithm, four hooks to write and defaults for the rest.
+"""The protocol of a method: both halves of a paper's algorithm, of which only the plan has no default.
 
-State goes in and comes out; the round loop never names a method. Every hook but `local_update` runs on
-the server; `local_update` runs where the client's data is. No method inherits from another.
+State goes in and comes out; the round loop never names a method. `local_update` and, if secure, `terms` run where the
+client's data is, everything else on the server. No method inherits from another. Averaged LoRA with equal weights:
+
+    >>> from fedguild.server.settings import LoraSettings
+    >>> class Averaging(Method):
+    ...     Settings = LoraSettings
+    ...     not_private = ""
+    ...
+    ...     def plan(self, model, budget):
+    ...         return AdapterPlan((self.settings.lora,))
+    ...
+    ...     def terms(self, sent):
+    ...         return mean(ADAPTER, sent, "uniform")
+
+Its state before a round, two uploads of clients with 10 and 90 examples, and its state after the round:
+
+    >>> method, budget = Averaging(LoraSettings(targets=("attention",))), Budget("one", 0, 4)
+    >>> state = Payload({"adapter/x": torch.zeros(2)})
+    >>> sent = [Payload({"adapter/x": torch.tensor([1.0, 2.0])}), Payload({"adapter/x": torch.tensor([3.0, 4.0])})]
+    >>> clients = [ClientInfo(0, budget, 10), ClientInfo(1, budget, 90)]
+    >>> uploads = [Upload(1, client, payload, state) for client, payload in zip(clients, sent)]
+    >>> method.aggregate(state, uploads).tensors["adapter/x"]
+    tensor([2., 3.])
 """
 
 from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
@@ -19,25 +40,18 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.merge_ledger import MERGE, VERSION, up_to
+from fedguild.client.training import load_received, train
 from fedguild.config.privacy import Unit
-from fedguild.errors import ConfigError, UploadError
+from fedguild.errors import ConfigError
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.model.shapes_only import ShapesOnly
 from fedguild.payload import ADAPTER, Payload, Scalar
-from fedguild.secure.form import Contribution, Form
+from fedguild.secure.form import Form
 from fedguild.seeding import torch_rng
-from fedguild.server.linear import SecureMeans
 from fedguild.server.settings import fitting_defaults
+from fedguild.server.terms import Means, RunningMeans, Terms, Upload, form_of, mean
 from fedguild.server.validation import Bound
-
-
-@dataclass(frozen=True)
-class Upload:
-    """A client's payload as it reached the server in a round."""
-
-    round: int
-    client: ClientInfo
-    payload: Payload
 
 
 @dataclass(frozen=True)
@@ -124,7 +138,7 @@ RUNNING_MEAN = ServerCosts("O(n), whatever C is: a running mean", "O(C n)")
 
 
 class Method(ABC):
-    """A federated method: `plan`, `start`, `local_update` and `aggregate`, and overrides where a paper differs.
+    """A federated method: `plan`, and overrides of the defaults where a paper differs.
 
     If clients train on other machines, the method is rebuilt there from its `name` and its `settings`.
 
@@ -137,8 +151,8 @@ class Method(ABC):
         is_mean: Whether `aggregate` depends on the uploads by a mean of their part `adapter` only, with one weight for
             each client; a robust estimate may then take the mean's place (`federation.aggregator`). An instance may say
             it of its options.
-        not_linear: Why the server does not take sums alone, a clause without a subject's name; empty where it does, or
-            where nobody has said which sums it takes.
+        not_linear: Why the server does not take sums alone, a clause without a subject's name; for an `aggregate` of
+            its own, or for terms that are not secure.
         not_private: Why it cannot run with differential privacy, a clause without a subject; empty where it can. See
             `privacy_refusal`.
         data_free_scalars: Names of the scalars of an upload whose values a client chooses without looking at its data.
@@ -202,21 +216,48 @@ class Method(ABC):
         """
         return None
 
-    @abstractmethod
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Returns the state before the first round; the part `adapter` holds the tensors sent and aggregated."""
+        """Returns the state before the first round; the part `adapter` holds the tensors sent and aggregated.
 
-    @abstractmethod
+        By default the adapter of the first budget's plan.
+        """
+        plans = [self.plan(model, budget) for budget in budgets]
+        return Payload.of({ADAPTER: initial_adapter(model, plans[0], rng)})
+
     def local_update(self, cohort: Cohort) -> list[Payload]:
-        """Trains the cohort's clients on their own data; returns their uploads, in slot order."""
+        """Trains the cohort's clients on their own data; returns their uploads, in slot order.
 
-    @abstractmethod
+        By default each loads what it received and trains it by the plain loop.
+        """
+        load_received(cohort)
+        return train(cohort)
+
+    # The server's half of a mean
+
+    def terms(self, sent: Upload) -> Terms:
+        """Returns what one client adds to which means, with which weights; see `fedguild.server.terms`.
+
+        In a secure round this runs where the client's data is, and only sums of the terms are opened. By default the
+        part `adapter` is averaged, each client weighed by its number of examples.
+        """
+        return mean(ADAPTER, sent)
+
+    def update(self, state: Payload, means: Means) -> Payload:
+        """Returns the next state from the means of the clients' terms; by default each part moves to its mean."""
+        moved = {part: means.moved(part, state.part(part)) for part in means.parts}
+        return Payload({**state.tensors, **Payload.of(moved).tensors}, state.scalars)
+
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Consumes the round's valid uploads and returns the next state.
 
-        They come in client order, followed by those of clients that were asked again, and by late uploads of the round
-        before (see `upload.round`), whose clients had the download of that round.
+        By default `update` from the means of `terms`; a method whose server takes other than means overrides this in
+        their place. Uploads come in client order, followed by those of clients that were asked again, and by late
+        uploads of the round before (see `upload.round`), whose clients had the download of that round.
         """
+        means = RunningMeans()
+        for upload in uploads:
+            means.add(upload, self.terms(upload))
+        return self.update(state, means)
 
     # Messages between server and clients
 
@@ -224,8 +265,10 @@ class Method(ABC):
         """Returns the server's message to this client at the start of a round; by default the state's adapter."""
         return Payload.of({ADAPTER: state.part(ADAPTER)})
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
-        """Returns name -> shape of the tensors that an upload must have from a client that got this download.
+    def expected_upload(
+        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
+        """Returns name -> shape of the tensors of an upload in a round, from a client that got this download.
 
         By default these are the trainables of the client's plan, in the part `adapter`.
         """
@@ -251,54 +294,6 @@ class Method(ABC):
         some of them, leaves that data out.
         """
         return state.without(*self.server_only) if self.server_only else state
-
-    # Secure aggregation
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Returns the weighted means that `aggregate` takes of the uploads, where it takes nothing else.
-
-        By default a method has none and refuses `federation.secure`; `not_linear` says why.
-
-        Args:
-            model: The backbone's description.
-            budgets: All budgets of the run, in the config's order.
-
-        Raises:
-            ConfigError: the method's aggregate, or an option of it, is not linear in the uploads.
-        """
-        reason = self.not_linear or "it does not declare the sums that it takes of them"
-        raise ConfigError(
-            f"federation.secure: the server of {self.name} does not aggregate securely: {reason}.",
-            "Set federation.secure=false, or use a method that aggregates securely (docs/guides/security.md).",
-        )
-
-    def round_form(self, model: ModelInfo, budgets: Sequence[Budget], round_index: int) -> Form:
-        """Returns the form of one round, where it is a part of `linear_form`; by default all of it."""
-        return self.linear_form(model, budgets)
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns a client's terms in those means, in the form's shapes; runs where the client's data is."""
-        raise NotImplementedError(f"{self.name} declares a form but no terms")
-
-    def check_disclosed(self, state: Payload, client: ClientInfo, disclosed: Payload) -> None:
-        """Checks what a client of a secure round sent in the clear, before anything of the round's values is opened.
-
-        By default there is nothing to send; a method whose form discloses parts checks their names, shapes and values.
-
-        Args:
-            state: The state before the round.
-            client: The client.
-            disclosed: What it sent.
-
-        Raises:
-            UploadError: it cannot be used; the client is then left out.
-        """
-        if disclosed.tensors:
-            raise UploadError(f"{client.name} sent in the clear what {self.name} does not ask for")
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Returns the next state from the means, as `aggregate` does from the uploads."""
-        raise NotImplementedError(f"{self.name} declares a form but no aggregate of it")
 
     # The resulting models
 
@@ -425,3 +420,48 @@ def in_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple
 def starting_rng(method: Method, seed: int) -> torch.Generator:
     """Returns where the draws of a run's first state come from."""
     return torch_rng(seed, "start", method.name)
+
+
+def secure_form(
+    method: Method, model: ModelInfo, budgets: Sequence[Budget], round_index: int = 0
+) -> tuple[Form, frozenset[str]]:
+    """Returns the form of a method's sums in a round, and the names of the means of changes.
+
+    It is that of the terms of one client of each budget, on shapes alone, from the method's own start: nothing that a
+    server sends has a part in it.
+
+    Args:
+        method: The method.
+        model: The backbone's description.
+        budgets: All budgets of the run, in the config's order.
+        round_index: The round, from 1; 0 for the one that follows the start.
+
+    Raises:
+        ConfigError: the method's server does not take sums alone.
+    """
+    why = method.not_linear
+    if not why and type(method).aggregate is not Method.aggregate:
+        why = "its `aggregate` does not say which sums it takes of them"
+    if not why:
+        clients = [ClientInfo(index, budget, 1) for index, budget in enumerate(budgets)]
+        with ShapesOnly():
+            terms = [method.terms(upload) for upload in _uploads_of_zeros(method, model, clients, round_index)]
+        why = next((each.why for each in terms if not each.secure), "")
+    if why:
+        raise ConfigError(
+            f"federation.secure: the server of {method.name} does not aggregate securely: {why}.",
+            "Set federation.secure=false, or use a method that aggregates securely (docs/guides/security.md).",
+        )
+    return form_of(terms)
+
+
+def _uploads_of_zeros(
+    method: Method, model: ModelInfo, clients: Sequence[ClientInfo], round_index: int
+) -> Iterator[Upload]:
+    state = method.start(model, [client.budget for client in clients], torch_rng(0, "form"))
+    state = method.enroll(state, model, clients)
+    for client in clients:
+        download = method.download(state, model, client)
+        shapes = method.expected_upload(model, client, download, round_index)
+        zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        yield Upload(round_index, client, Payload(zeros, method.expected_scalars(download)), download)

@@ -22,7 +22,8 @@ from fedguild.payload import ADAPTER, Payload, digest_of, with_part
 from fedguild.privacy.clipping import clipped, with_noise
 from fedguild.privacy.noise import Noise
 from fedguild.server.guard import Reject
-from fedguild.server.method import Method, Upload
+from fedguild.server.method import Method
+from fedguild.server.terms import Upload
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,10 @@ from fedguild.payload import Payload
 from fedguild.secure.fixed_point import LARGEST_VALUE, Means
 from fedguild.secure.form import Contribution, Form, LinearMean
 from fedguild.secure.session import STEPS, Arrays, Session, Step, Unheld
-from fedguild.server.linear import CLIENTS, EXAMPLES, Contributor, SecureMeans, one
-from fedguild.server.method import Method, Upload
-from fedguild.server.validation import unusable
+from fedguild.server.guard import LARGEST_VALUE as LARGEST_SENT
+from fedguild.server.method import Method, secure_form
+from fedguild.server.terms import CLIENTS, EXAMPLES, Contributor, OpenedMeans, Upload
+from fedguild.server.validation import Bound, check_upload, unusable
 from fedguild.wire.accounting import Traffic, size_bytes
 
 if TYPE_CHECKING:
@@ -123,13 +124,13 @@ class SecureAggregation:
         """
         from fedguild.secure.server import ServerSession
 
-        form = method.round_form(model, self.budgets, round)
-        form = whole_form(form, model) if self.reported else form
+        own, changes = secure_form(method, model, self.budgets, round)
+        form = whole_form(own, model) if self.reported else own
         clients = {upload.client.index: upload.client for upload in uploads}
         session = Session(self.run, round, secrets.token_hex(16), form.digest(), self.share, self.fewest, self.unheld)
         server = ServerSession(session, form, list(clients), peers.registered)
         try:
-            result = self._through(server, form, method, state, model, peers, clients)
+            result = self._through(server, form, changes, method, state, model, peers, clients)
         except FedGuildError as error:
             self.note({**server.facts(), "failed": error.message})
             raise
@@ -140,6 +141,7 @@ class SecureAggregation:
         self,
         server: ServerSession,
         form: Form,
+        changes: frozenset[str],
         method: Method,
         state: Payload,
         model: ModelInfo,
@@ -160,7 +162,7 @@ class SecureAggregation:
             if step == "send":
                 disclosed = {client: Payload(answer.part(DISCLOSED)) for client, answer in read.items()}
             failed = {client: why for client, why in answers.items() if isinstance(why, str)}
-            failed |= _unfit(method, state, clients, disclosed)
+            failed |= _unfit(method, state, model, form, round, clients, disclosed)
             arrays: dict[int, dict[str, NDArray[np.generic]]] = {}
             for client, answer in read.items():
                 try:
@@ -175,6 +177,7 @@ class SecureAggregation:
         contributors = [
             Contributor(
                 clients[client],
+                round,
                 {key: torch.from_numpy(held.copy()) for key, held in server.holdings(client).items()},
                 disclosed.get(client, Payload()),
             )
@@ -192,7 +195,7 @@ class SecureAggregation:
             client: Traffic(round, client, {PART: down[client]}, {PART: up[client]} if up[client] else {})
             for client in clients
         }
-        next_state = method.aggregate_means(state, SecureMeans(round, means, contributors))
+        next_state = method.update(state, OpenedMeans(means, without_report(form), changes, contributors))
         return Aggregated(next_state, dropped, report, frequency, traffic, means.bounds, server.faults)
 
 
@@ -206,13 +209,19 @@ def whole_form(form: Form, model: ModelInfo) -> Form:
     return replace(form, means={**form.means, **means}, weights={**form.weights, **weights})
 
 
+def without_report(form: Form) -> Form:
+    """Returns a method's form without the sums of what clients report."""
+    means = {name: mean for name, mean in form.means.items() if not name.startswith(f"{REPORT}/")}
+    return replace(form, means=means)
+
+
 def whole_terms(terms: Contribution, report: LocalReport, frequency: Tensor | None) -> Contribution:
     """Returns a client's terms with those of its report."""
     values: dict[str, NDArray[np.floating]] = {f"{REPORT}/loss": np.array(report.loss)}
     if frequency is not None:
         values[f"{REPORT}/frequency"] = frequency.detach().cpu().double().numpy()
     numbers = {"tokens": report.tokens, "steps": report.steps, "examples": report.examples, "seconds": report.seconds}
-    weights = {f"{REPORT}/{name}": one(number) for name, number in numbers.items()}
+    weights = {f"{REPORT}/{name}": np.array([float(number)]) for name, number in numbers.items()}
     return replace(terms, values={**terms.values, **values}, weights={**terms.weights, **weights})
 
 
@@ -239,13 +248,29 @@ def to_arrays(payload: Payload) -> dict[str, NDArray[np.generic]]:
 
 
 def _unfit(
-    method: Method, state: Payload, clients: Mapping[int, ClientInfo], disclosed: Mapping[int, Payload]
+    method: Method,
+    state: Payload,
+    model: ModelInfo,
+    form: Form,
+    round: int,
+    clients: Mapping[int, ClientInfo],
+    disclosed: Mapping[int, Payload],
 ) -> dict[int, str]:
     """Returns client -> why what it disclosed cannot be used; such a client is left out before anything is opened."""
     faults = {}
     for client, sent in disclosed.items():
+        info = clients[client]
+        shapes: dict[str, tuple[int, ...]] = {}
+        bounds: Mapping[str, Bound] = {}
+        if form.disclosed:
+            expected = method.expected_upload(model, info, method.download(state, model, info), round)
+            shapes = {name: shape for name, shape in expected.items() if name.partition("/")[0] in form.disclosed}
+            bounds = method.bounds(model, info)
+        if sent.tensors and not form.disclosed:
+            faults[client] = f"{info.name} sent in the clear what {method.name} does not ask for"
+            continue
         try:
-            method.check_disclosed(state, clients[client], sent)
+            check_upload(sent, shapes, client=info.name, largest_value=LARGEST_SENT, bounds=bounds)
         except UploadError as error:
             faults[client] = error.message
     return faults

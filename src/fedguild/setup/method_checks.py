@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config
 from fedguild.config.federation import FederationSettings
-from fedguild.costs.shapes_only import ShapesOnly
 from fedguild.engines.torchrun import torchrun_ranks
 from fedguild.errors import ConfigError, FedGuildError
 from fedguild.guarantee import check_privacy
 from fedguild.model.backbone import describe_config, is_at_hand
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import adapter_shapes
+from fedguild.model.shapes_only import ShapesOnly
 from fedguild.payload import Payload
 from fedguild.secure.fixed_point import MOST_CLIENTS
 from fedguild.secure.form import require_disclosure
 from fedguild.secure.graph import FEWEST_CLIENTS
-from fedguild.server.method import Method, starting_rng
+from fedguild.server.method import Method, secure_form, starting_rng
 from fedguild.server.optimizer import takes_steps
 from fedguild.setup.checks import require_room, require_split
 from fedguild.setup.fitting import budgets_of, fitted, method_of
@@ -140,7 +140,7 @@ def _require_secure(
     for setting, reason in beside.items():
         if reason:
             raise ConfigError(f"federation.secure does not go with federation.{setting} as it is: {reason}.")
-    require_disclosure(method.linear_form(model, budgets), federation.secure_disclose, method.name)
+    require_disclosure(secure_form(method, model, budgets)[0], federation.secure_disclose, method.name)
 
 
 def _require_secure_packages() -> None:

@@ -30,7 +30,6 @@ class Board:
                 entries[str(key)] = (self.version, value)
 
     def get(self, part: str, key: str | int) -> Any:
-        """Returns an entry's value; None if there is none."""
         with self._changed:
             return self._parts.get(part, {}).get(str(key), (0, None))[1]
 
@@ -61,7 +60,6 @@ class Board:
 
     @property
     def closed(self) -> bool:
-        """Whether the board was closed."""
         return self._closed
 
     def wait(self, version: int, seconds: float) -> bool:

@@ -44,7 +44,6 @@ class FederationView(RunView):
         super().__init__(state / RUN, board)
 
     def refresh(self) -> bool:
-        """Reads what is new; returns whether there is more to read already."""
         entries, _ = self._audit.read()
         for entry in entries:
             self._take_entry(entry)
@@ -65,7 +64,6 @@ class FederationView(RunView):
         return super().refresh() or bool(entries)
 
     def close(self) -> None:
-        """Closes the files."""
         super().close()
         self._audit.close()
 

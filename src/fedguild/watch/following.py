@@ -36,9 +36,7 @@ class View(Protocol):
         """Reads what is new; returns whether there is more to read already."""
         ...
 
-    def close(self) -> None:
-        """Closes the files."""
-        ...
+    def close(self) -> None: ...
 
 
 def view_of(folder: Path, board: Board, state_of: StateOf = no_server) -> View | None:
@@ -88,7 +86,6 @@ class Follower:
         self.board.close()
 
     def refresh(self) -> bool:
-        """Reads what is new; returns whether there is more to read already."""
         with self._reading:
             before = self.board.version
             if self.view is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fedguild.runs.index import GroupPage, SummaryReader, find_pages, find_runs, read_plan
+from fedguild.runs.index import GroupPage, RunSummary, find_pages, find_runs, read_plan
 from fedguild.watch.board import Board
 
 SCAN_SECONDS = 0.5
@@ -30,19 +30,19 @@ class GridView:
         self.folder, self.board, self._clock = folder, board, now
         self.folders: list[Path] = []
         self.pages: list[GroupPage] = []
-        self._readers: dict[Path, SummaryReader] = {}
+        self._summaries: dict[Path, RunSummary] = {}
         self._cells: dict[Path, dict[str, Any]] = {}
         self._scanned = -SCAN_SECONDS
 
     def refresh(self) -> bool:
-        """Reads what is new; returns whether there is more to read already."""
         if self._clock() - self._scanned >= SCAN_SECONDS:
             self._scanned = self._clock()
             self._scan()
         for number, folder in enumerate(self.folders):
             cell = self._cells.get(folder, {})
             where = {"row": cell.get("row", ""), "column": cell.get("column", "")}
-            summary = self._readers[folder].read().to_json()
+            self._summaries[folder].refresh()
+            summary = self._summaries[folder].to_json()
             if cell:
                 summary["seed"] = cell["seed"]
             self.board.put("runs", number, {**summary, **where, "place": str(folder.relative_to(self.folder))})
@@ -50,20 +50,19 @@ class GridView:
         return False
 
     def close(self) -> None:
-        """Forgets what was read."""
-        self._readers.clear()
+        self._summaries.clear()
 
     def _scan(self) -> None:
         planned = {self.folder / str(cell["folder"]): dict(cell) for cell in read_plan(self.folder)}
         self._cells = planned
         for folder in [*planned, *find_runs(self.folder)]:
-            if folder not in self._readers and self.folder in folder.parents:
-                self._readers[folder] = SummaryReader(folder)
+            if folder not in self._summaries and self.folder in folder.parents:
+                self._summaries[folder] = RunSummary(folder)
                 self.folders.append(folder)
         self.pages += [page for page in find_pages(self.folder, self.folders) if page not in self.pages]
 
     def _facts(self) -> dict[str, Any]:
-        cells = [cell for folder, cell in self._cells.items() if folder in self._readers]
+        cells = [cell for folder, cell in self._cells.items() if folder in self._summaries]
         return {
             "kind": "grid",
             "folder": str(self.folder),

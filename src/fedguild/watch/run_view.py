@@ -36,7 +36,6 @@ class ClientRow:
     """A client of the run.
 
     Attributes:
-        budget: Its budget.
         state: `idle`, `asked`, `training`, `delivered`, `unneeded`, `rejected`, `late` or `gone`.
         note: The reason for its state; empty if it needs none.
         since: When it came into its state, seconds since 1970; None if that is not known.
@@ -136,7 +135,6 @@ class RunView(FollowedRun):
 
     @property
     def clients(self) -> dict[int, ClientRow]:
-        """The clients by index."""
         return self._clients
 
     def refresh(self) -> bool:
@@ -162,7 +160,6 @@ class RunView(FollowedRun):
         return bool(records or events)
 
     def close(self) -> None:
-        """Closes the files."""
         self.records.close()
         self._events.close()
 
@@ -197,7 +194,6 @@ class RunView(FollowedRun):
         self._remote = False
 
     def read_config(self) -> bool:
-        """Reads the config where it is new, and each client's budget; returns whether it was."""
         if not super().read_config():
             return False
         self._budgets = _dealt(self.config)
@@ -463,7 +459,6 @@ class RunView(FollowedRun):
             self.board.put("page", "standing", {"word": how.word, "reason": how.reason, "holder": how.holder})
 
     def standing(self) -> Standing:
-        """Returns how the run stands."""
         last = max(self._rounds, default=0)
         return standing(self.folder, self._ending, last, self.planned_rounds)
 

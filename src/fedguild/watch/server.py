@@ -95,7 +95,6 @@ class WatchServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
-        """The page's address."""
         return f"http://{LOOPBACK}:{self.server_port}{self.base}"
 
     def begin(self) -> None:

@@ -249,7 +249,7 @@ def test_uploads_may_travel(llama_backbone: Backbone, tmp_path: Path) -> None:
     known = federation(llama_backbone, tmp_path, experts=12, experts_per_client=12)
     state = known.start()
     uploads = known.train(state)
-    travelled = [Upload(sent.round, sent.client, decode(encode(sent.payload))) for sent in uploads]
+    travelled = [replace(sent, payload=decode(encode(sent.payload))) for sent in uploads]
     expected = known.method.aggregate(state, uploads).tensors
     found = known.method.aggregate(state, travelled).tensors
     assert all(torch.equal(found[name], value) for name, value in expected.items())

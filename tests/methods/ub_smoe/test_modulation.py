@@ -8,7 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild.methods.ub_smoe.modulation import Range, UtilisationRate, modulate, next_modulation, target_modulation
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.methods.ub_smoe import UbSmoe
+from fedguild.methods.ub_smoe.modulation import Range, modulate, next_modulation, target_modulation
+from fedguild.payload import Payload
+from fedguild.server.terms import RunningMeans, Upload
 from tests.oracles import ub_smoe as oracle
 from tests.server.test_utilisation import RATES
 
@@ -17,10 +21,14 @@ SHARES = [[0.5, 1.0, 0.0, 0.5], [1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
 
 
 def rate_of(shares: list[list[float]], examples: list[int]) -> dict[str, Tensor]:
-    running = UtilisationRate()
-    for share, count in zip(shares, examples, strict=True):
-        running.add({"layer": torch.tensor(share)}, count)
-    return running.result()
+    """As the server finds it from what clients send."""
+    method, means = UbSmoe(UbSmoe.Settings()), RunningMeans()
+    figures = {name: torch.zeros(()) for name in ("step_size", "without_pseudo_gradient")}
+    for index, (share, count) in enumerate(zip(shares, examples, strict=True)):
+        sent = Payload.of({"utilisation": {"layer": torch.tensor(share)}, "training": figures})
+        upload = Upload(1, ClientInfo(index, Budget("one", 2, 4), count), sent)
+        means.add(upload, method.terms(upload))
+    return means.moved("utilisation", {})
 
 
 def test_the_rate_by_hand() -> None:

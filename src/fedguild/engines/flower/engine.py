@@ -24,7 +24,7 @@ from fedguild.layout import client_name
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
 from fedguild.secure.session import Session, Step
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Terms, not_needed, too_late
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, not_needed, too_late
 from fedguild.server.guard import KEY_REVOKED
 from fedguild.server.method import Method
 from fedguild.server.validation import (
@@ -155,13 +155,13 @@ class FlowerEngine:
         self._secure_limits: dict[int, int] = {}
 
     def train(
-        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Terms = WAIT_FOR_ALL
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
         """Yields a delivery for every task, in client order; late deliveries of earlier rounds before and after."""
         if not tasks:
             return
         started, round = time.monotonic(), tasks[0].round
-        self._shapes_of = lambda task: method.expected_upload(model, task.client, task.download)
+        self._shapes_of = lambda task: method.expected_upload(model, task.client, task.download, task.round)
         self._receive(round)
         yield from self._late_deliveries(method, model, round)
         for probe in self._probes.values():
@@ -417,7 +417,7 @@ class FlowerEngine:
             return _Reply(failure=error.message)
         return _Reply(self._uploads.put(task.round, task.client.index, reply.body), reply.metadata)
 
-    def _is_settled(self, task: Task, terms: Terms, deadline: float | None) -> bool:
+    def _is_settled(self, task: Task, terms: Wait, deadline: float | None) -> bool:
         """Whether a task's delivery can be yielded without waiting any longer."""
         if (task.round, task.client.index) in self._replies:
             return True
@@ -438,7 +438,7 @@ class FlowerEngine:
                 with suppress(FedGuildError):  # it has gone; whether it comes back is asked at the next probe
                     self._probes[client] = self.transport.send(node, request, ttl_seconds=TTL_SECONDS)
 
-    def _delivery(self, method: Method, model: ModelInfo, task: Task, terms: Terms, waited_seconds: float) -> Delivery:
+    def _delivery(self, method: Method, model: ModelInfo, task: Task, terms: Wait, waited_seconds: float) -> Delivery:
         reply = self._replies.pop((task.round, task.client.index), None)
         if reply is not None:
             return self._decoded(method, model, task, reply)

@@ -63,9 +63,9 @@ from fedguild.payload import ADAPTER, Payload, Scalar, with_part
 from fedguild.seeding import new_seed, torch_rng
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import Deployment, Method, ServerCosts, Upload, in_part
+from fedguild.server.method import Deployment, Method, ServerCosts, in_part
 from fedguild.server.settings import MethodSettings, Targets, Weights
-from fedguild.server.uploads import weight_of
+from fedguild.server.terms import Upload, weight_of
 
 STAGE, SEED = "stage", "seed"
 """Scalars of the state and of every download: `gradient` or `training`, and the server's seed."""
@@ -185,7 +185,7 @@ class FedSB(Method):
         mean = WeightedMean()
         for upload in uploads:
             if holders.trained(upload):
-                mean.add(upload.payload.part(ADAPTER), weight_of(upload, self.settings.weights))
+                mean.add(upload.payload.part(ADAPTER), weight_of(upload.client, self.settings.weights)[1])
         middles = with_part(ADAPTER, mean.result(state.part(ADAPTER)))  # line 8
         return Payload({**state.tensors, **middles, **holders.tensors()}, state.scalars)
 
@@ -199,7 +199,9 @@ class FedSB(Method):
             tensors |= with_part(ADAPTER, {f"{module}.{MIDDLE}": middle})
         return Payload(tensors, {STAGE: "training", SEED: seed})
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+    def expected_upload(
+        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of every R, or in the first round of the gradient or its sketch."""
         plan = self.plan(model, client.budget)
         if download.scalars[STAGE] == "training":

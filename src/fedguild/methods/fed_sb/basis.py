@@ -8,7 +8,7 @@ from torch import Tensor
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import LocalWork
 from fedguild.payload import ADAPTER, Payload
-from fedguild.server.method import Upload
+from fedguild.server.terms import Upload
 
 BASIS = "basis"
 """The part of the state and of downloads with A and B."""

@@ -19,8 +19,7 @@ from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.part import AdapterPart
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Upload
-from fedguild.server.uploads import weight_of
+from fedguild.server.terms import Upload, weight_of
 
 GRADIENT = "gradient"
 """The part of an upload with G_c, `{module}.delta`, or its sketch."""
@@ -71,6 +70,6 @@ def mean_upload(uploads: Iterable[Upload], weights: Literal["size", "uniform"]) 
     mean, shapes = WeightedMean(), dict[str, torch.Size]()
     for upload in uploads:
         gradients = upload.payload.part(GRADIENT)
-        mean.add(gradients, weight_of(upload, weights))
+        mean.add(gradients, weight_of(upload.client, weights)[1])
         shapes |= {name: value.shape for name, value in gradients.items()}
     return mean.result({name: torch.zeros(()).expand(shape) for name, shape in shapes.items()})

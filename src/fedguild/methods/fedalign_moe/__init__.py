@@ -67,8 +67,9 @@ from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
+from fedguild.server.method import Deployment, Method, Observation, ServerCosts, in_part
 from fedguild.server.settings import Alpha, MethodSettings, Rank, StartNorm
+from fedguild.server.terms import Upload
 from fedguild.server.validation import Bound, Omissible
 
 ROUTING, MARGIN, REGION, UPDATE = "routing", "margin", "region", "update"
@@ -300,7 +301,9 @@ class FedAlignMoe(Method):
         products = region.gram(updates) if self.settings.direction == "flat" else region.product_gram(updates, before)
         return region.cosines(products)
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+    def expected_upload(
+        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
         """Returns p-bar, m, and for each expert mu and dtheta, which an upload may omit."""
         shapes = by_part(model, trainable_shapes(model, self.plan(model, client.budget)))
         expected = in_part(ADAPTER, shapes[ADAPTER])

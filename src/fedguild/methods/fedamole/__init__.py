@@ -43,7 +43,7 @@ Readings and deviations (docs/methods/fedamole.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -72,10 +72,12 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.payload import Payload, with_part
 from fedguild.seeding import new_seed, numpy_rng, torch_rng
-from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
+from fedguild.server.method import Deployment, Method, Observation, ServerCosts, in_part
 from fedguild.server.settings import Alpha, MethodSettings, fitting_defaults
-from fedguild.server.uploads import weight_of
+from fedguild.server.terms import Means, Terms, Upload, mean
+
+POOL = "pool"
+"""The part of the means of what clients train, each expert by itself."""
 
 
 class FedAMoLESettings(MethodSettings):
@@ -239,14 +241,16 @@ class FedAMoLE(Method):
         """Returns the method with noise drawn from a secret of the client's machine instead of the run's seed."""
         return FedAMoLE(self.settings, secret)
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+    def terms(self, sent: Upload) -> Terms:
+        """Line 7 (Eq. 10 and 12); lines 8 to 10 need each client's embeddings by themselves."""
+        means = mean(POOL, sent, "uniform", tensors=uploaded_tensors(sent.payload), is_change=False)
+        return replace(means, disclose=(TOKEN,), secure=False, why=self.not_linear)
+
+    def update(self, state: Payload, means: Means) -> Payload:
         """Lines 7 to 10."""
-        before, mean, token = Pool.of(state), WeightedMean(), dict[int, dict[str, Tensor]]()
-        for upload in uploads:
-            mean.add(uploaded_tensors(upload.payload), weight_of(upload, "uniform"))  # Eq. 10, 12
-            embeddings = upload.payload.part(TOKEN)
-            token[upload.client.index] = {module: embedding.clone() for module, embedding in embeddings.items()}
-        pool = before.after_round(mean.result(before.one_by_one()), token)  # line 7
+        before = Pool.of(state)
+        token = {each.client.index: each.disclosed.part(TOKEN) for each in means.contributors}
+        pool = before.after_round(means.moved(POOL, before.one_by_one()), token)  # line 7
         return replace(pool, assigned=self.next_assignment(pool, is_first=not before.known.any())).state()
 
     def next_assignment(self, pool: Pool, *, is_first: bool) -> dict[str, Tensor]:
@@ -285,7 +289,9 @@ class FedAMoLE(Method):
         rules = AssignmentRules(settings.active_experts, settings.experts_per_client, settings.clients_per_expert)
         return rules.scaled(clients, settings.experts) if settings.scale_clients_per_expert else rules
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+    def expected_upload(
+        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of the download's tensors, with the client's h^t and its experts' h^e."""
         held = held_experts(download.part(EXPERTS))
         embeddings = in_part(TOKEN, dict.fromkeys(held, (self.token_width,)))

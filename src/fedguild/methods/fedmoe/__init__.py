@@ -42,7 +42,7 @@ Readings and deviations (docs/methods/fedmoe.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -67,14 +67,11 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, with_part
-from fedguild.secure.form import Contribution, Form, LinearMean
 from fedguild.seeding import new_seed
-from fedguild.server.aggregation import WeightedMean
-from fedguild.server.guard import LARGEST_VALUE
-from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one
-from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
+from fedguild.server.method import Deployment, Method, Observation, ServerCosts, in_part
 from fedguild.server.settings import LoraSettings, Rank
-from fedguild.server.validation import Bound, check_upload
+from fedguild.server.terms import Means, Term, Terms, Upload, mean
+from fedguild.server.validation import Bound
 
 EXPERTS = "experts"
 """The part with tensors that have a row per expert, such as the routers' rows (rows.py), for the held experts."""
@@ -190,81 +187,38 @@ class FedMoe(Method):
         figures = validate(cohort, held_out)
         return [_upload(cohort, slot, validation) for slot, validation in enumerate(figures)]
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Line 8, then `_assigned`."""
-        round, sub_moes = int(state.scalars["round"]) + 1, SubMoes.of(state)
-        dense, experts, validated = WeightedMean(), WeightedMean(), []
-        sizes = sub_moes.layers()
-        for upload in uploads:
-            client, payload, is_late = upload.client, upload.payload, upload.round < round
-            held = sub_moes.ids(client.index, earlier=is_late)
-            rows, weights = all_rows(payload.part(EXPERTS), held, sizes), holder_weights(held, sizes, client.examples)
-            dense.add(payload.part(ADAPTER), float(client.examples))  # line 8
-            experts.add(rows, {name: weights[layer_of(name)] for name in rows})
-            loss, accuracy = float(payload.tensors[LOSS]), float(payload.tensors[ACCURACY])
-            sub_moes.note(client.index, payload.part(ACTIVATION), loss, accuracy)
-            validated += [] if is_late else [client.index]
-        trained = {ADAPTER: dense.result(state.part(ADAPTER)), EXPERTS: experts.result(state.part(EXPERTS))}
-        return self._assigned(round, trained, sub_moes, validated)
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Line 8. The sets of lines 3, 4 and 9 need each client's p, loss and accuracy, in the clear."""
-        dense, experts = by_part(model, trainable_shapes(model, self.plan(model, budgets[0])))
-        layers = {layer.experts: layer.num_experts for layer in model.moe}
-        rows = {
-            f"{EXPERTS}/{name}": LinearMean(tuple(shape), layer_of(name), 0, layer_of(name), 0)
-            for name, shape in experts.items()
+    def terms(self, sent: Upload) -> Terms:
+        """Line 8; the sets of lines 3, 4 and 9 need each client's p, loss and accuracy by themselves."""
+        held, examples = sent.download.part(HELD), sent.client.examples
+        sizes = {layer: len(share) for layer, share in sent.payload.part(ACTIVATION).items()}
+        rows, before = (all_rows(payload.part(EXPERTS), held, sizes) for payload in (sent.payload, sent.download))
+        weights, ones = holder_weights(held, sizes, examples), holder_weights(held, sizes, 1)
+        experts = {
+            f"{EXPERTS}/{name}": Term(row, weights[layer], layer, 0, before[name], groups=layer, held=ones[layer] > 0)
+            for name, row in rows.items()
+            if (layer := layer_of(name))
         }
-        disclosed = (ACTIVATION, LOSS.partition("/")[0])
-        return Form({**means_of(ADAPTER, dense), **rows}, {EXAMPLES: 1, **layers}, disclosed)
+        return mean(ADAPTER, sent) | Terms(experts, disclose=(ACTIVATION, LOSS.partition("/")[0]))
 
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns the dense parts, and the held experts among all of them."""
-        held = download.part(HELD)
-        sizes = {layer.experts: layer.num_experts for layer in model.moe}
-        rows, before = (all_rows(payload.part(EXPERTS), held, sizes) for payload in (upload, download))
-        weights = holder_weights(held, sizes, client.examples)
-        return Contribution(
-            {**changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER)), **changes_of(EXPERTS, rows, before)},
-            {EXAMPLES: one(client.examples), **{layer: weight.double().numpy() for layer, weight in weights.items()}},
-            {layer: torch.zeros(sizes[layer]).index_fill(0, ids, 1).bool().numpy() for layer, ids in held.items()},
-        )
-
-    def check_disclosed(self, state: Payload, client: ClientInfo, disclosed: Payload) -> None:
-        """Raises UploadError unless it is p of every layer, a loss and an accuracy, within their bounds."""
-        shapes = {f"{ACTIVATION}/{layer}": (size,) for layer, size in SubMoes.of(state).layers().items()}
-        expected = {**shapes, LOSS: (), ACCURACY: ()}
-        check_upload(disclosed, expected, client=client.name, largest_value=LARGEST_VALUE, bounds=_BOUNDS)
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 8, then lines 3 and 4, or 9 and 10, by what the clients disclose."""
-        sub_moes = SubMoes.of(state)
+    def update(self, state: Payload, means: Means) -> Payload:
+        """Line 8, then lines 3 and 4 after the last round of stage 1, or lines 9 and 10 in stage 2."""
+        round, sub_moes = int(state.scalars["round"]) + 1, SubMoes.of(state)
         for contributor in means.contributors:
             sent = contributor.disclosed
             loss, accuracy = float(sent.tensors[LOSS]), float(sent.tensors[ACCURACY])
             sub_moes.note(contributor.client.index, sent.part(ACTIVATION), loss, accuracy)
-        trained = {part: means.moved(part, state.part(part)) for part in (ADAPTER, EXPERTS)}
-        return self._assigned(means.round, trained, sub_moes, [each.client.index for each in means.contributors])
-
-    def _assigned(
-        self, round: int, trained: Mapping[str, Mapping[str, Tensor]], sub_moes: SubMoes, validated: Sequence[int]
-    ) -> Payload:
-        """Lines 3 and 4 after the last round of stage 1, or lines 9 and 10 in stage 2.
-
-        Args:
-            round: The round.
-            trained: What line 8 gives.
-            sub_moes: With the clients' measurements of this round.
-            validated: The clients that have validated in this round.
-        """
         sub_moes.close_round()
         if round == self.settings.stage_one_rounds:
             fit(sub_moes)
         elif round > self.settings.stage_one_rounds:
+            validated = [each.client.index for each in means.contributors if each.round == round]
             adjust(sub_moes, sorted(validated), self.settings)
+        trained = {part: means.moved(part, state.part(part)) for part in (ADAPTER, EXPERTS)}
         return Payload({**Payload.of(trained).tensors, **sub_moes.tensors()}, {"round": round})
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+    def expected_upload(
+        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of the dense parts, the held experts, p and the validation's figures."""
         dense, experts = by_part(model, trainable_shapes(model, self.plan(model, client.budget)))
         counts = {layer: len(ids) for layer, ids in download.part(HELD).items()}

@@ -24,9 +24,6 @@ Readings and deviations (docs/methods/fedptuning.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
-import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -36,13 +33,11 @@ from fedguild.client.training import load_received, train
 from fedguild.methods.fedptuning.encoded_prompt import EncodedPrompt, encoded_prompt
 from fedguild.model.adapters.soft_prompt import PROMPT, SoftPrompt
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.model.plan import AdapterPlan
 from fedguild.payload import ADAPTER, Payload
-from fedguild.secure.form import Contribution, Form
-from fedguild.server.linear import SecureMeans
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Upload
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method
 from fedguild.server.settings import MethodSettings
-from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
+from fedguild.server.terms import Terms, Upload, mean
 
 
 class FedPTuningSettings(MethodSettings):
@@ -69,10 +64,6 @@ class FedPTuning(Method):
         """Returns an encoded prompt and no LoRA, the same for every budget."""
         return AdapterPlan((EncodedPrompt(self.settings.tokens, self.settings.width, model.hidden),))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Line 1."""
-        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, budgets[0]), rng)})
-
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
         load_received(cohort)
@@ -82,21 +73,9 @@ class FedPTuning(Method):
                 cohort.keep(slot, {PROMPT: encoded_prompt(upload.part(ADAPTER))})
         return uploads
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+    def terms(self, sent: Upload) -> Terms:
         """Line 5."""
-        return Payload.of({ADAPTER: mean_adapter(state, uploads, "uniform")})
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Line 5."""
-        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])), "uniform")
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns E_i and MLP_i; every client weighs the same."""
-        return mean_terms(client, download, upload, "uniform")
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 5."""
-        return Payload.of({ADAPTER: moved_adapter(state, means)})
+        return mean(ADAPTER, sent, "uniform")
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Line 6."""

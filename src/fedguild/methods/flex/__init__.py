@@ -30,7 +30,7 @@ Readings and deviations (docs/methods/flex.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from pydantic import Field, field_validator
@@ -44,13 +44,11 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload, with_part
-from fedguild.secure.form import Contribution, Form
 from fedguild.seeding import numpy_rng, torch_rng
 from fedguild.server.limits import active_experts_of
-from fedguild.server.linear import SecureMeans
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, NotPrivate, Upload, in_part
+from fedguild.server.method import RUNNING_MEAN, Deployment, Method, NotPrivate, in_part
 from fedguild.server.settings import LoraSettings, Rank, Targets, Weights
-from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
+from fedguild.server.terms import Terms, Upload, mean
 
 GRAFT = "graft"
 """The part of a client's memory with its grafted experts and gates."""
@@ -140,25 +138,15 @@ class Flex(Method):
                 best = {layer: loss[slot].argmin() for layer, loss in losses.items()}
                 cohort.load(slot, {source_name(layer): index.float().cpu() for layer, index in best.items()})
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+    def expected_upload(
+        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of the shared LoRA alone."""
         return in_part(ADAPTER, trainable_shapes(model, self._shared(model, client.budget)))
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+    def terms(self, sent: Upload) -> Terms:
         """Line 7."""
-        return Payload.of({ADAPTER: mean_adapter(state, uploads, self.settings.weights)})
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Line 7."""
-        return mean_form(trainable_shapes(model, self._shared(model, budgets[0])), self.settings.weights)
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns the client's shared LoRA and its weight."""
-        return mean_terms(client, download, upload, self.settings.weights)
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 7."""
-        return Payload.of({ADAPTER: moved_adapter(state, means)})
+        return mean(ADAPTER, sent, self.settings.weights)
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
         """Returns the model without a graft."""

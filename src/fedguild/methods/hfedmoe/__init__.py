@@ -34,7 +34,8 @@ Readings and deviations (docs/methods/hfedmoe.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
@@ -50,16 +51,18 @@ from fedguild.methods.hfedmoe.importance import Importance
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
-from fedguild.server.aggregation import Weight, WeightedMean
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import Method, ServerCosts, Upload, in_part
+from fedguild.server.method import Method, ServerCosts, in_part
 from fedguild.server.settings import LoraSettings, Rank, Targets
+from fedguild.server.terms import Terms, Upload, mean_by_expert
 from fedguild.server.validation import Bound
 
 USAGE = "usage"
 """The part of an upload with u_c: path of each layer's experts -> [M]."""
 PREFERENCE = "preference"
 """The part of an upload with p_c, 0 outside S_c: path of each layer's router -> [M]."""
+ALPHA = "alpha"
+"""The name of alpha_c, the weight of the routers' tensors."""
 
 
 class HFedMoeSettings(LoraSettings):
@@ -145,22 +148,27 @@ class HFedMoe(Method):
             )
         return uploads
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Lines 9 to 11, as running means over the uploads."""
-        mean = WeightedMean()
-        for upload in uploads:
-            size, trained = float(upload.client.examples), upload.payload.part(ADAPTER)
-            usage, preference = upload.payload.part(USAGE), upload.payload.part(PREFERENCE)
-            of_experts = {path: size * self.counts(used).double() for path, used in usage.items()}  # Eq. 17
-            alpha = float(sum(p.double().clamp(0, 1).sum() for p in preference.values())) if size else 0.0  # Eq. 20
-            mean.add(trained, {name: self._weight(name, of_experts, preference, alpha, size) for name in trained})
-        return Payload.of({ADAPTER: mean.result(state.part(ADAPTER))})
+    def terms(self, sent: Upload) -> Terms:
+        """Lines 9 to 11."""
+        size = float(sent.client.examples)
+        usage, preference = sent.payload.part(USAGE), sent.payload.part(PREFERENCE)
+        experts = {path: size * self.counts(used).double() for path, used in usage.items()}  # Eq. 17
+        alpha = float(sum(p.double().clamp(0, 1).sum() for p in preference.values())) if size else 0.0  # Eq. 20
+        terms = mean_by_expert(ADAPTER, sent, experts)
+        routers = {
+            name: replace(term, weight=alpha, key=ALPHA)
+            for name, term in terms.means.items()
+            if name.removeprefix(f"{ADAPTER}/").rpartition(".")[0] in preference
+        }
+        return terms | Terms(routers, secure=False, why=self.not_linear)
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+    def expected_upload(
+        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of the LoRA, u_c and p_c."""
         usage = {layer.experts: (layer.num_experts,) for layer in model.moe}
         preference = {layer.router: (layer.num_experts,) for layer in model.moe}
-        adapter = super().expected_upload(model, client, download)
+        adapter = super().expected_upload(model, client, download, round_index)
         return {**adapter, **in_part(USAGE, usage), **in_part(PREFERENCE, preference)}
 
     def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
@@ -174,15 +182,6 @@ class HFedMoe(Method):
     def counts(self, usage: Tensor) -> Tensor:
         """Returns [M] bool of a layer's u_c [M]: whether the expert is in S_c."""
         return usage * len(usage) >= self.settings.threshold
-
-    def _weight(
-        self, name: str, experts: Mapping[str, Tensor], routers: Mapping[str, Tensor], alpha: float, size: float
-    ) -> Weight:
-        """Returns the weight of one of a client's tensors: by expert, by alpha_c, or by size."""
-        path = name.rsplit(".", 2)[0]
-        if path in experts:
-            return experts[path]
-        return alpha if name.rsplit(".", 1)[0] in routers else size
 
 
 def only(cohort: Cohort, chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:

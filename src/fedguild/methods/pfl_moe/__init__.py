@@ -32,12 +32,11 @@ Readings and deviations (docs/methods/pfl-moe.md):
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
@@ -47,13 +46,11 @@ from fedguild.methods.pfl_moe.gate import GateSettings, train_gates
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture
 from fedguild.methods.pfl_moe.second_training import add_cost, second_training
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.payload import ADAPTER, Payload
-from fedguild.secure.form import Contribution, Form
-from fedguild.server.linear import SecureMeans
-from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, Upload
+from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts
 from fedguild.server.settings import DropoutLoraSettings, Rank, Targets
-from fedguild.server.uploads import mean_adapter, mean_form, mean_terms, moved_adapter
+from fedguild.server.terms import Means, Terms, Upload, mean
 
 RECEIVED, PERSONAL, GATE = "received", "personal", "gate"
 """The parts of a client's memory: theta, theta_p, and w and b."""
@@ -142,24 +139,13 @@ class PflMoe(Method):
             training = training.model_copy(update={"learning_rate": settings.personal_learning_rate})
         return training
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+    def terms(self, sent: Upload) -> Terms:
         """Line 4."""
-        return self._next(state, mean_adapter(state, uploads, "uniform"))
+        return mean(ADAPTER, sent, "uniform")
 
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Line 4."""
-        return mean_form(trainable_shapes(model, self.plan(model, budgets[0])), "uniform")
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns theta_i; every client weighs the same."""
-        return mean_terms(client, download, upload, "uniform")
-
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
-        """Line 4."""
-        return self._next(state, moved_adapter(state, means))
-
-    def _next(self, state: Payload, mean: Mapping[str, Tensor]) -> Payload:
-        """Returns the state after a round with this mean."""
+    def update(self, state: Payload, means: Means) -> Payload:
+        """Line 4, and the number of rounds."""
+        mean = means.moved(ADAPTER, state.part(ADAPTER))
         return Payload.of({ADAPTER: mean}, {"rounds": int(state.scalars["rounds"]) + 1})
 
     def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:

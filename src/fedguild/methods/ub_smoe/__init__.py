@@ -41,7 +41,7 @@ Beside the algorithm: the figures of a round are in observations.py, the measure
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
@@ -52,17 +52,15 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.schedule import learning_rate
 from fedguild.client.training import activation_frequency
-from fedguild.errors import ConfigError
-from fedguild.methods.ub_smoe.cosine import CosineMean, cosine_shapes, measured_cosines
-from fedguild.methods.ub_smoe.delivery import Deliveries, can_derive, keep_received, received_gradient
+from fedguild.methods.ub_smoe.cosine import cosine_shapes, cosine_terms, mean_cosines, measured_cosines
+from fedguild.methods.ub_smoe.delivery import can_derive, holders_after, keep_received, no_holders, received_gradient
 from fedguild.methods.ub_smoe.modulated_routing import Gating, ModulatedRouting, Modulation, split
-from fedguild.methods.ub_smoe.modulation import Range, UtilisationRate, modulate
+from fedguild.methods.ub_smoe.modulation import Range, modulate
 from fedguild.methods.ub_smoe.names import (
     COSINE,
     FIGURES,
     HOLDERS,
     IDLE,
-    LOST,
     MEAN_ACTIVE,
     PHI,
     PSEUDO_GRADIENT,
@@ -74,7 +72,7 @@ from fedguild.methods.ub_smoe.names import (
     VERSION,
     WITHOUT,
 )
-from fedguild.methods.ub_smoe.observations import BudgetFigures, observations
+from fedguild.methods.ub_smoe.observations import observations
 from fedguild.methods.ub_smoe.pseudo_gradient import (
     ExpertGradients,
     Inactivity,
@@ -89,12 +87,10 @@ from fedguild.methods.ub_smoe.pseudo_gradient import (
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.payload import ADAPTER, Payload
-from fedguild.secure.form import Contribution, Form
-from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.linear import EXAMPLES, SecureMeans, changes_of, means_of, one, values_of
-from fedguild.server.method import Deployment, Method, Observation, ServerCosts, Upload, in_part
+from fedguild.server.method import Deployment, Method, Observation, ServerCosts, in_part
 from fedguild.server.settings import Alpha, LoraSettings
+from fedguild.server.terms import Means, Term, Terms, Upload, mean, mean_of_budget
 from fedguild.server.validation import Bound
 
 
@@ -200,7 +196,7 @@ class UbSmoe(Method):
                 PSEUDO_GRADIENT: zeros if self.injects else {},
                 UTILISATION: {layer.name: torch.zeros(layer.num_experts) for layer in model.moe},
                 COSINE: {name: torch.zeros(shape) for name, shape in self.cosine_shapes(model).items()},
-                SERVER: Deliveries().result(),
+                SERVER: no_holders(),
             },
             {VERSION: 0, STEP_SIZE: 0.0, MEAN_ACTIVE: 0.0},
         )
@@ -283,96 +279,32 @@ class UbSmoe(Method):
                 total = total + phi.square().sum(dim=1)
         return settings.penalty_weight * total
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Lines 9 to 13, as running means over the uploads."""
-        deliveries, cosines = Deliveries(), CosineMean(state.part(COSINE))
-        adapter, step_size, rate, figures = WeightedMean(), WeightedMean(), UtilisationRate(), BudgetFigures()
-        for upload in uploads:
-            payload, examples = upload.payload, upload.client.examples
-            adapter.add(payload.part(ADAPTER), examples)
-            rate.add(payload.part(UTILISATION), examples)
-            step_size.add({STEP_SIZE: payload.part(TRAINING)[STEP_SIZE].clamp(min=0)}, examples)
-            figures.add(upload)
-            deliveries.add(upload)
-            cosines.add(upload)
-        if not deliveries:
-            return state
-        after = adapter.result(state.part(ADAPTER))  # line 9
-        eta_gamma = float(step_size.result({STEP_SIZE: torch.zeros(())})[STEP_SIZE])
-        seen = {COSINE: cosines.result(), FIGURES: figures.result(), SERVER: deliveries.result()}
-        return self._moved(state, after, eta_gamma, rate.result(), seen)  # line 11
-
-    def linear_form(self, model: ModelInfo, budgets: Sequence[Budget]) -> Form:
-        """Lines 9 and 11, eta Gamma, and the figures of each budget; a layer counts where a client's tokens reached it.
-
-        Raises:
-            ConfigError: the cosines of Table 8 are to be measured.
-        """
-        if self.settings.measure_cosine:
-            raise ConfigError("federation.secure: method.measure_cosine is not aggregated securely.")
-        theta, _ = split(trainable_shapes(model, self.plan(model, budgets[0])))
-        means = {**means_of(ADAPTER, theta), **means_of(TRAINING, {STEP_SIZE: ()})}
-        for layer in model.moe:
-            means |= means_of(UTILISATION, {layer.name: (layer.num_experts,)}, layer.name)
-        for budget in budgets:
-            figures = dict.fromkeys((IDLE, RATIO), (len(model.moe),))
-            means |= means_of(f"{FIGURES}/{budget.name}", figures, budget.name, pooled=FIGURES)
-        layers = dict.fromkeys((layer.name for layer in model.moe), 1)
-        return Form(means, {EXAMPLES: 1, WITHOUT: 1, **layers, **dict.fromkeys((b.name for b in budgets), 1)})
-
-    def linear_terms(self, model: ModelInfo, client: ClientInfo, download: Payload, upload: Payload) -> Contribution:
-        """Returns the client's terms, all weighed by its examples."""
-        numbers = upload.part(TRAINING)
-        own = {name: numbers[name].clamp(min=0) for name in (IDLE, RATIO)}
-        used = {name: share.clamp(0.0, 1.0) for name, share in upload.part(UTILISATION).items()}
-        reached = {name: one(client.examples * bool((share > 0).any())) for name, share in used.items()}
-        return Contribution(
-            {
-                **changes_of(ADAPTER, upload.part(ADAPTER), download.part(ADAPTER)),
-                **values_of(TRAINING, {STEP_SIZE: numbers[STEP_SIZE].clamp(min=0)}),
-                **values_of(UTILISATION, used),
-                **values_of(f"{FIGURES}/{client.budget.name}", own),
-            },
-            {
-                EXAMPLES: one(client.examples),
-                WITHOUT: one(float(numbers[WITHOUT] > 0)),
-                client.budget.name: one(client.examples),
-                **reached,
-            },
+    def terms(self, sent: Upload) -> Terms:
+        """Lines 9 and 11, eta Gamma, and figures of each budget; a layer counts where a client's tokens reached it."""
+        numbers, examples = sent.payload.part(TRAINING), float(sent.client.examples)
+        step_size = {STEP_SIZE: numbers[STEP_SIZE].clamp(min=0)}
+        figures = {name: numbers[name].clamp(min=0) for name in (IDLE, RATIO) if name in numbers}
+        terms = (
+            mean(ADAPTER, sent)
+            | mean(TRAINING, sent, tensors=step_size, is_change=False)
+            | mean_of_budget(FIGURES, sent, figures, "size")
+            | Terms(totals={WITHOUT: float(numbers[WITHOUT] > 0)})
         )
+        for layer, share in sent.payload.part(UTILISATION).items():
+            reached = examples * bool((share > 0).any())
+            rate = Term(share.clamp(0.0, 1.0), reached, layer, is_change=False)
+            terms |= Terms({f"{UTILISATION}/{layer}": rate})
+        return terms | cosine_terms(sent) if self.settings.measure_cosine else terms
 
-    def aggregate_means(self, state: Payload, means: SecureMeans) -> Payload:
+    def update(self, state: Payload, means: Means) -> Payload:
         """Lines 9 to 13."""
-        rates = means.result(UTILISATION, state.part(UTILISATION))
-        used = {name: rate for name, rate in rates.items() if means.has(f"{UTILISATION}/{name}")}
-        eta_gamma = float(means.result(TRAINING, {STEP_SIZE: torch.zeros(())})[STEP_SIZE])
-        holders = torch.tensor(sorted(each.client.index for each in means.contributors), dtype=torch.int64)
-        seen = {
-            COSINE: CosineMean(state.part(COSINE)).result(),
-            FIGURES: means.result(FIGURES, means.zeros(FIGURES)),
-            SERVER: {HOLDERS: holders, LOST: means.weight(WITHOUT).float()[0]},
-        }
-        return self._moved(state, means.moved(ADAPTER, state.part(ADAPTER)), eta_gamma, used, seen)
-
-    def _moved(
-        self,
-        state: Payload,
-        after: Mapping[str, Tensor],
-        eta_gamma: float,
-        used: Mapping[str, Tensor],
-        seen: Mapping[str, Mapping[str, Tensor]],
-    ) -> Payload:
-        """Lines 10, 12 and 13.
-
-        Args:
-            state: The state before the round.
-            after: Theta', of line 9.
-            eta_gamma: The step size.
-            used: u~, of line 11.
-            seen: The parts of the next state with figures of the round.
-        """
+        if not means.contributors:
+            return state
         settings, before, phi = self.settings, state.part(ADAPTER), state.part(PHI)
+        after = means.moved(ADAPTER, before)  # line 9
+        eta_gamma = float(means.moved(TRAINING, {STEP_SIZE: torch.zeros(())})[STEP_SIZE])
         moved = pseudo_gradient(before, experts_of(after), eta_gamma) if self.injects else {}  # line 10
+        used = means.moved(UTILISATION, {})  # line 11
         if settings.utilisation_update:  # lines 12 and 13
             limits = Range(settings.phi_min, settings.phi_max, settings.phi_range)
             mean_active = float(state.scalars[MEAN_ACTIVE])
@@ -383,12 +315,16 @@ class UbSmoe(Method):
                 PSEUDO_GRADIENT: moved,
                 PHI: phi,
                 UTILISATION: {**state.part(UTILISATION), **used},
-                **seen,
+                COSINE: mean_cosines(means, state.part(COSINE)),
+                FIGURES: means.moved(FIGURES, {}),
+                SERVER: holders_after(means),
             },
             {**state.scalars, VERSION: int(state.scalars[VERSION]) + 1, STEP_SIZE: eta_gamma},
         )
 
-    def expected_upload(self, model: ModelInfo, client: ClientInfo, download: Payload) -> Mapping[str, tuple[int, ...]]:
+    def expected_upload(
+        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
+    ) -> Mapping[str, tuple[int, ...]]:
         """Returns the names and shapes of Theta_c, a_c and the figures of the training."""
         theta, _ = split(trainable_shapes(model, self.plan(model, client.budget)))
         return {

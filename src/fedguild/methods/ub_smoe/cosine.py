@@ -16,8 +16,7 @@ from fedguild.client.cohort import Cohort
 from fedguild.data.batches import Encoded, collate
 from fedguild.methods.ub_smoe.names import COSINE
 from fedguild.model.info import ModelInfo
-from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Upload
+from fedguild.server.terms import Means, Term, Terms, Upload
 
 HELD_OUT = 0.1
 """Largest share of a client's examples that is taken out of its training."""
@@ -36,29 +35,21 @@ class Cosine:
     measured: Tensor
 
 
-class CosineMean:
-    """The running mean of the clients' cosines; nothing where the state has none.
+def cosine_terms(sent: Upload) -> Terms:
+    """Returns the terms of the clients' mean cosines; a layer in which a client measured no expert does not count."""
+    cosine = sent.payload.part(COSINE)
+    measured = (cosine["measured"] > 0).float()
+    values = Term(cosine["values"], measured * float(sent.client.examples), COSINE, 0, is_change=False)
+    why = "method.measure_cosine shows in which layers a client measured"
+    return Terms({f"{COSINE}/values": values}, {f"{COSINE}/measured": measured}, secure=False, why=why)
 
-    Args:
-        before: The state's part `cosine`.
-    """
 
-    def __init__(self, before: Mapping[str, Tensor]) -> None:
-        self._mean = WeightedMean()
-        self._zeros = {name: torch.zeros_like(value) for name, value in before.items()}
-        self._clients = {name: value.clone() for name, value in self._zeros.items() if name == "measured"}
-
-    def add(self, upload: Upload) -> None:
-        """Adds a client's cosines; a layer in which it measured no expert does not count."""
-        if self._zeros:
-            cosine = upload.payload.part(COSINE)
-            measured = (cosine["measured"] > 0).float()
-            self._mean.add({"values": cosine["values"]}, measured * float(upload.client.examples))
-            self._clients["measured"] += measured
-
-    def result(self) -> dict[str, Tensor]:
-        """Returns the state's part `cosine` after the round."""
-        return {**self._mean.result(self._zeros), **self._clients}
+def mean_cosines(means: Means, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the state's part `cosine` after a round; nothing where the state has none."""
+    if not before:
+        return {}
+    values = means.moved(COSINE, {"values": torch.zeros_like(before["values"])})
+    return {**values, "measured": means.total(f"{COSINE}/measured").float()}
 
 
 def cosine_shapes(model: ModelInfo) -> dict[str, tuple[int, ...]]:

@@ -11,35 +11,28 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.methods.ub_smoe.names import HOLDERS, LOST, PSEUDO_GRADIENT, SERVER, STEP_SIZE, TRAINING, VERSION, WITHOUT
+from fedguild.methods.ub_smoe.names import HOLDERS, LOST, PSEUDO_GRADIENT, SERVER, STEP_SIZE, VERSION, WITHOUT
 from fedguild.methods.ub_smoe.pseudo_gradient import experts_of, pseudo_gradient
 from fedguild.payload import ADAPTER, Payload, with_part
-from fedguild.server.method import Upload
+from fedguild.server.terms import Means
 
 RECEIVED = "received"
 """The part of a client's memory with the expert LoRA that it received, and its `version`."""
 
 
-class Deliveries:
-    """The clients that will hold Theta after a round, and the number that lacked G~ in it."""
+def no_holders() -> dict[str, Tensor]:
+    """Returns the state's part `server` before the first round."""
+    return {HOLDERS: torch.tensor([], dtype=torch.int64), LOST: torch.zeros(())}
 
-    def __init__(self) -> None:
-        self._delivered: list[tuple[int, int]] = []
-        self._lost = 0.0
 
-    def __bool__(self) -> bool:
-        return bool(self._delivered)
+def holders_after(means: Means) -> dict[str, Tensor]:
+    """Returns the state's part `server`: who holds Theta after a round, and how many lacked G~ in it.
 
-    def add(self, upload: Upload) -> None:
-        """Records an upload."""
-        self._delivered.append((upload.round, upload.client.index))
-        self._lost += float(upload.payload.tensors[f"{TRAINING}/{WITHOUT}"])
-
-    def result(self) -> dict[str, Tensor]:
-        """Returns the state's part `server`; a late upload's client holds an earlier Theta, and does not count."""
-        newest = max((number for number, _ in self._delivered), default=0)
-        holders = sorted(client for number, client in self._delivered if number == newest)
-        return {HOLDERS: torch.tensor(holders, dtype=torch.int64), LOST: torch.tensor(self._lost)}
+    A late upload's client holds an earlier Theta, and does not count.
+    """
+    newest = max(each.round for each in means.contributors)
+    holders = sorted(each.client.index for each in means.contributors if each.round == newest)
+    return {HOLDERS: torch.tensor(holders, dtype=torch.int64), LOST: means.total(WITHOUT).float()[0]}
 
 
 def can_derive(state: Payload, client: ClientInfo) -> bool:

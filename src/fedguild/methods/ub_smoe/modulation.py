@@ -9,31 +9,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedguild.server.aggregation import WeightedMean
-
-
-class UtilisationRate:
-    """The running u~ of Eq. 12: the mean of a_{c,i} / n_c over clients, by their examples."""
-
-    def __init__(self) -> None:
-        self._mean = WeightedMean()
-        self._reported: dict[str, Tensor] = {}
-
-    def add(self, shares: Mapping[str, Tensor], examples: float) -> None:
-        """Adds a client; a layer that saw none of its tokens does not count.
-
-        Args:
-            shares: Layer -> [M] share of the client's tokens that activated each expert, a_{c,i} / n_c.
-            examples: |D_c|, the client's weight.
-        """
-        seen = {layer: share.clamp(0.0, 1.0) for layer, share in shares.items() if bool((share > 0).any())}
-        self._mean.add(seen, examples)
-        self._reported.update(seen)
-
-    def result(self) -> dict[str, Tensor]:
-        """Returns layer -> u~ [M], of the layers that any client's tokens reached."""
-        return self._mean.result(self._reported)
-
 
 @dataclass(frozen=True)
 class Range:

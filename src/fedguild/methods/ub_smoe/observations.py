@@ -20,13 +20,11 @@ from fedguild.methods.ub_smoe.names import (
     PSEUDO_GRADIENT,
     RATIO,
     SERVER,
-    TRAINING,
     UTILISATION,
 )
 from fedguild.model.info import ModelInfo
 from fedguild.payload import Payload
-from fedguild.server.aggregation import WeightedMean
-from fedguild.server.method import Observation, Upload
+from fedguild.server.method import Observation
 from fedguild.server.utilisation import gini, rate_entropy, share_entropy
 
 
@@ -46,27 +44,6 @@ def observations(state: Payload, model: ModelInfo) -> list[Observation]:
         lost = state.tensors[f"{SERVER}/{LOST}"].reshape(1)
         figures.append(Observation("clients that lost their memory", lost, ["clients"]))
     return figures
-
-
-class BudgetFigures:
-    """The running means, by budget, of the figures that clients send about their training."""
-
-    def __init__(self) -> None:
-        self._mean = WeightedMean()
-        self._shapes: dict[str, Tensor] = {}
-
-    def add(self, upload: Upload) -> None:
-        """Adds a client's share of idle expert-steps and the size of what it injected."""
-        sent = upload.payload.part(TRAINING)
-        named = {
-            f"{upload.client.budget.name}/{name}": sent[name].clamp(min=0) for name in (IDLE, RATIO) if name in sent
-        }
-        self._mean.add(named, float(upload.client.examples))
-        self._shapes |= {name: torch.zeros_like(value) for name, value in named.items()}
-
-    def result(self) -> dict[str, Tensor]:
-        """Returns `{budget}/idle` and `{budget}/ratio` -> [L]."""
-        return self._mean.result(self._shapes)
 
 
 def by_budget(figures: Mapping[str, Tensor], layers: Sequence[str]) -> list[Observation]:
