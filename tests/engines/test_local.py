@@ -21,6 +21,7 @@ from fedguild.engines.cohorts import auto_cohort_size, free_bytes
 from fedguild.engines.local import LocalEngine
 from fedguild.errors import FedGuildError
 from fedguild.methods import build_method
+from fedguild.model import kernels
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
@@ -286,7 +287,8 @@ def test_auto_plans_for_the_largest_client_and_the_longest_batch(olmoe_backbone,
     size = engine.settings.batch_size
     tokens = min(size * max(map(max, lengths)), math.ceil(1.1 * max(sum(own[-size:]) for own in lengths)))
     largest = flame.plan(olmoe_backbone.info, LARGE)
-    form = StepForm(engine.settings.gradient_accumulation_steps)
+    by_torch = engine.settings.optimizer == "sgd" or not kernels.runs("optimizer", olmoe_backbone.device)
+    form = StepForm(engine.settings.gradient_accumulation_steps, by_torch)
     assert asked == [(olmoe_backbone, largest, tokens, 5, 12345, engine.settings, None, form)]
 
 
@@ -319,11 +321,13 @@ def test_free_bytes_of_a_gpu_count_what_torch_keeps_cached(monkeypatch):
     assert free_bytes(torch.device("cuda")) == 1400
 
 
-def test_auto_knows_when_clients_take_unequal_numbers_of_steps(olmoe_backbone, monkeypatch):
-    """Then torch's optimizer holds moments twice for a while; a kernel of ours does not."""
-    trainer = cohorts.Trainer(olmoe_backbone, SETTINGS.model_copy(update={"steps": None, "epochs": 1}), seed=1)
-    equal, unequal = [[5] * 8, [5] * 8], [[5] * 4, [5] * 80]
+def test_auto_knows_whether_torch_takes_the_steps(olmoe_backbone, monkeypatch):
+    """Torch's optimizer holds more for a while than a kernel of ours does."""
+    adam, sgd = (
+        cohorts.Trainer(olmoe_backbone, SETTINGS.model_copy(update={"optimizer": name}), seed=1)
+        for name in ("adamw", "sgd")
+    )
     let_run(monkeypatch, ())
-    assert [trainer._step_form(lengths, 10).apart for lengths in (equal, unequal)] == [False, True]
+    assert adam._step_form([[5] * 8], 10).by_torch
     let_run(monkeypatch, {"optimizer"}, language="numba")
-    assert not trainer._step_form(unequal, 10).apart
+    assert [each._step_form([[5] * 8], 10).by_torch for each in (adam, sgd)] == [False, True]

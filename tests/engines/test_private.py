@@ -150,8 +150,8 @@ def test_a_failure_stays_one() -> None:
 
 def test_what_a_round_releases() -> None:
     assert rules(unit="client").release(10) == Release(0.5, 1)
-    assert rules(unit="client", noise="central").release(10, 4) == Release(1.0, 4)
-    secret = rules(unit="client", noise="central", sampling="secret").release(10)
+    assert rules(unit="client", trust_model="central").release(10, 4) == Release(1.0, 4)
+    secret = rules(unit="client", trust_model="central", sampling="secret").release(10)
     assert secret == Release(0.5, 1, drawn=3, drawn_from=6)
     sized = rules(unit="example", public=("sizes",))
     assert sized.release(80, 5) == Release(1.0, 15, 0.1)

@@ -150,7 +150,7 @@ def test_a_runs_merges_are_exported(form: Form, tmp_path: Path) -> None:
         }
     )
     experiment.run(config, tmp_path / "run")
-    assert export(tmp_path / "run", Subject("large"), tmp_path / "out", form).form == form
+    assert export(tmp_path / "run", Subject("large"), tmp_path / "out", form).format == form
     restored, state, _ = experiment.restore(tmp_path / "run")
     deployment = restored.method.deploy(state, restored.backbone.info, restored.budgets[0])
     assert deployment is not None

@@ -353,7 +353,8 @@ class TestRefusedConfigs:
         [("fedalign-moe", "by their cosines"), ("fedmoe", "needs activation, validation of every")],
     )
     def test_methods_that_need_them_are_refused_before_anything_is_read(self, method, reason, model, tmp_path):
-        memory = ["method.memory={}"] if method == "fedmoe" else []
+        budgets = "[{name: large, active_experts: 1, rank: 4}, {name: small, active_experts: 1, rank: 2}]"
+        memory = [f"federation.budgets={budgets}"] if method == "fedmoe" else []
         config = small_config(model, *SECURE, *memory, base=f"{method}/tiny-tasks")
         with pytest.raises(ConfigError, match=reason):
             experiment.run(config, tmp_path / "run")
