@@ -223,8 +223,8 @@ def test_a_stages_docstring_opens_with_its_place():
     assert not wrong
 
 
-SECTIONS = {"fedguild.config.data", "fedguild.config.federation", "fedguild.config.training", "fedguild.config.privacy"}
-"""The parts of a config that a stage may take as they are, so that each of their settings is declared once."""
+SECTIONS = {f"fedguild.config.{name}" for name in ("data", "federation", "training", "privacy", "renamed")}
+"""The parts of a config that a stage may take as they are, each declared once, and the table of names that changed."""
 
 
 def test_modules_take_plain_arguments_or_a_section_never_the_config():
