@@ -61,7 +61,7 @@ LAST = (
 def may_import(part: str) -> set[str]:
     """Returns the parts of the package, or modules of one, that a part may import from."""
     if part in (*BELOW, "__init__"):
-        return {*BELOW, "__init__"}
+        return {*BELOW, "__init__", *(["config.renamed"] if part == "runs" else [])}
     if part in STAGES:
         return {*BELOW, "__init__", *STAGES[: STAGES.index(part) + 1]}
     upstream = {*BELOW, "__init__", *STAGES[: STAGES.index("server") + 1], "methods"}
