@@ -46,8 +46,8 @@ def plan_steps(examples: int, settings: TrainingSettings, rng: np.random.Generat
 def learning_rate(settings: TrainingSettings, step: int, total: int, round_index: int) -> float:
     """Returns the rate of a step (from 0, of `total`) in a round (from 1).
 
-    It is `learning_rate` × `round_decay`^(round - 1) × `round_factor` × the factor of `schedule` and `warmup` within
-    the round.
+    It is `learning_rate` × `round_decay`^(round - 1) × `round_factor` × the factor of `lr_scheduler` and `warmup`
+    within the round.
 
     Raises:
         ValueError: as `round_factor`.

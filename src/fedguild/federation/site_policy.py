@@ -25,7 +25,7 @@ WITHHELD_NUMBER = "a withheld number of"
 
 
 @dataclass(frozen=True)
-class Wait:
+class Terms:
     """What a run asks of a site in every round.
 
     Attributes:
@@ -74,7 +74,7 @@ class SitePolicy(AcceptSettings):
             return "deliveries_per_run", self.deliveries_per_run
         return "requests_per_run", self.requests_per_run
 
-    def run_refusal(self, terms: Wait) -> str:
+    def run_refusal(self, terms: Terms) -> str:
         """Returns why a run is refused; empty if it is not."""
         if self.methods is not None and terms.method not in self.methods:
             return f"the method '{terms.method}' is not among accept.methods ({', '.join(self.methods) or 'none'})"

@@ -35,7 +35,7 @@ from fedguild.errors import ConfigError, FedGuildError, UploadError, nearest
 from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.run import export_own
 from fedguild.federation.secret import private_seed
-from fedguild.federation.site_policy import RequestLog, SitePolicy, SumLog, Wait
+from fedguild.federation.site_policy import RequestLog, SitePolicy, SumLog, Terms
 from fedguild.files import make_folder, write_bytes
 from fedguild.guarantee import rules_of
 from fedguild.layout import MEMORY
@@ -338,7 +338,7 @@ class TrainerService:
             or self.policy.disclosure_refusal(rules.secure, rules.secure_disclose)
             or limits
             or self.policy.run_refusal(
-                Wait(config.method.name, steps, batch, min(examples, steps * batch), aggregated, withheld)
+                Terms(config.method.name, steps, batch, min(examples, steps * batch), aggregated, withheld)
             )
         )
 

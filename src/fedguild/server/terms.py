@@ -99,7 +99,6 @@ class Term:
         if self.axis is None or self.axis == 0:
             return self.weight
         assert isinstance(self.weight, Tensor)
-        assert self.axis is not None
         return self.spread(self.weight, self.axis)
 
 
@@ -155,7 +154,7 @@ def mean(
     """
     key, weight = weight_of(sent.client, weights)
     values = sent.payload.part(part) if tensors is None else tensors
-    received = _received(part, sent) if is_change else {}
+    received = sent.download.part(part) if is_change else {}
     terms = {
         f"{part}/{name}": Term(value, weight, key, received=received[name] if received else None, is_change=is_change)
         for name, value in values.items()
@@ -172,7 +171,7 @@ def mean_by_expert(part: str, sent: Upload, experts: Mapping[str, Tensor]) -> Te
         experts: Path of a layer's experts -> [M] their weights; all other tensors are weighed by the client's examples.
     """
     key, weight = weight_of(sent.client, "size")
-    received, terms = _received(part, sent), {}
+    received, terms = sent.download.part(part), {}
     for name, value in sent.payload.part(part).items():
         path = name.rsplit(".", 2)[0]
         before = received[name] if received else None
@@ -194,7 +193,7 @@ def mean_by_rank(part: str, sent: Upload, rank: int, weights: Weighting = "size"
     """
     key, weight = weight_of(sent.client, weights)
     padded, _ = pad_rank(sent.payload.part(part), rank)
-    before, _ = pad_rank(_received(part, sent), rank)
+    before, _ = pad_rank(sent.download.part(part), rank)
     held = _held(sent.payload.part(part), rank)
     terms = {}
     for name, value in padded.items():
@@ -261,10 +260,6 @@ def weight_of(client: ClientInfo, weights: Weighting) -> tuple[str, float]:
     if weights == "size":
         return EXAMPLES, float(client.examples)
     return CLIENTS, float(client.examples > 0)
-
-
-def _received(part: str, sent: Upload) -> dict[str, Tensor]:
-    return sent.download.part(part)
 
 
 def _held(adapter: Mapping[str, Tensor], rank: int) -> Tensor:
