@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
+import pkgutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,7 +135,14 @@ def turn_of(file: str) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays, and the collector need not go through it again."""
+    """What was imported stays, and the collector need not go through it again.
+
+    The corpora are imported here, where lines are counted: who needs one first may be a test outside of the coverage.
+    """
+    from fedguild.data import corpora
+
+    for module in pkgutil.iter_modules(corpora.__path__, f"{corpora.__name__}."):
+        importlib.import_module(module.name)
     gc.freeze()
 
 
