@@ -1,14 +1,14 @@
-"""Callbacks: functions that get the events of a run while it goes on, and may stop it.
+"""Callbacks: functions that receive the events of a run as it goes on, and may stop it.
 
-A callback is any callable of one event. The events come in the order of the classes below; what happens twice a round
-or more (a training step) is left to `fedguild.progress`. One that ships is a module of this package with a class or
-function `CALLBACK` that returns a callback; one of another package is an entry point in the group `fedguild.callbacks`.
-A config names them in `callbacks`. A callback with a method `require` is asked before a run whether it will find the
-scores that it needs.
+A callback is any callable that takes one event. The events come in the order of the classes below. What happens several
+times a round, such as a training step, is reported by `fedguild.progress` instead. A built-in callback is a module of
+this package with a class or function `CALLBACK` that returns a callback; one of another package is an entry point in
+the group `fedguild.callbacks`. A config lists them under `callbacks`. If a callback has a method `require`, it is
+called before the run with the scores that the run will have.
 
-A run that was killed delivers the last complete round's `Saved` again when it resumes, since it may not have been
-delivered: a callback that decides from `history` alone, as `EarlyStopping` does, makes a resumed run end like an
-uninterrupted one.
+A resumed run delivers the last complete round's `Saved` again, because the killed run may not have delivered it. A
+callback that decides from `history` alone, as `EarlyStopping` does, ends a resumed run where an uninterrupted one would
+end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedguild.runs.log import EvaluationRecord, Record
 
 @dataclass
 class _Brake:
-    """The wish of some callback to stop the run."""
+    """The request of a callback to stop the run."""
 
     reason: str = ""
 
@@ -113,7 +113,7 @@ CALLBACKS = Plugins("callback", __name__, "fedguild.callbacks", _accepted, attri
 
 
 def make_callback(name: str, options: Mapping[str, Any]) -> Callback:
-    """Returns a callback that ships or comes from an installed package.
+    """Returns a built-in callback or one of an installed package.
 
     Raises:
         ConfigError: there is none of this name, or it does not take the options.
@@ -129,7 +129,7 @@ def make_callback(name: str, options: Mapping[str, Any]) -> Callback:
 
 
 def _options_of(make: Callable[..., Callback]) -> str:
-    """Returns what a callback takes, as a hint; empty if it does not tell."""
+    """Returns a hint at the options that a callback takes; empty if it has no signature."""
     try:
         options = [str(option.replace(annotation=option.empty)) for option in signature(make).parameters.values()]
     except (TypeError, ValueError):
@@ -138,7 +138,7 @@ def _options_of(make: Callable[..., Callback]) -> str:
 
 
 def _checked(callback: object) -> Callback:
-    """Returns a callback that was given in Python; raises ConfigError if it cannot be called."""
+    """Returns a callback given in Python; raises ConfigError if it cannot be called."""
     if not callable(callback):
         raise ConfigError(
             f"A callback is a function of an event, not {callback!r}.",
@@ -148,21 +148,20 @@ def _checked(callback: object) -> Callback:
 
 
 def listed(callbacks: object) -> tuple[Callback, ...]:
-    """Returns the callbacks that were given in Python; raises ConfigError if it is not a sequence of them."""
+    """Returns the callbacks given in Python; raises ConfigError if they are not a sequence of callables."""
     if isinstance(callbacks, str) or not isinstance(callbacks, Iterable):
         raise ConfigError(f"callbacks takes a sequence of functions, not {callbacks!r}.", "Give it as a list: [...].")
     return tuple(map(_checked, callbacks))
 
 
 def check_scores(callbacks: Iterable[Callback], scores: Mapping[str, Collection[str]]) -> None:
-    """Lets every callback that has a method `require` say what it misses, before anything of the run is loaded.
+    """Calls `require` of every callback that has it, before anything of the run is loaded.
 
     Args:
-        callbacks: The callbacks.
         scores: The budgets and means that the run will score -> the metrics that each may have.
 
     Raises:
-        ConfigError: a callback needs something else.
+        ConfigError: a callback needs a score that the run will not have.
     """
     for callback in callbacks:
         require = getattr(callback, "require", None)
@@ -175,7 +174,6 @@ class Delivery:
 
     Args:
         callbacks: The callbacks, in the order in which each event reaches them.
-        folder: The run's folder.
         rounds: The number of rounds that the config asks for.
         history: The scores of the rounds before.
     """
@@ -190,28 +188,24 @@ class Delivery:
 
     @property
     def reason(self) -> str:
-        """The reason for which a callback wants the run to stop; empty if none does."""
+        """Why a callback wants the run to stop; empty if none does."""
         return self._brake.reason
 
     def stop(self, reason: str) -> None:
-        """Stops the run as a callback does."""
         self._brake.reason = self._brake.reason or reason
 
     def round_started(self, number: int) -> None:
-        """Delivers `RoundStarted`."""
         self._send(RoundStarted, number)
 
     def recorded(self, number: int, records: Sequence[Record]) -> None:
-        """Delivers `Recorded`, the scores among the records added to the history."""
+        """Delivers `Recorded`, after adding the scores among the records to the history."""
         self._history += [record for record in records if isinstance(record, EvaluationRecord)]
         self._send(Recorded, number, records=tuple(records))
 
     def saved(self, number: int) -> None:
-        """Delivers `Saved`."""
         self._send(Saved, number)
 
     def finished(self, number: int, result: RunResult) -> None:
-        """Delivers `Finished`."""
         self._send(Finished, number, result=result)
 
     def _send(self, kind: type[Event], number: int, **more: Any) -> None:

@@ -16,12 +16,12 @@ from fedguild.score_names import SCORES
 class EarlyStopping:
     """A callback that stops a run after `patience` evaluations without a better score.
 
-    It has no memory of its own: it looks at the run's history only, so a resumed run stops where an uninterrupted one
-    does. The score before training (round 0) counts, unless `evaluation.eval_on_start` is false.
+    It looks at the run's history only, so a resumed run stops where an uninterrupted one does. The score before
+    training (round 0) counts, unless `evaluation.eval_on_start` is false.
 
     Attributes:
-        monitor: A budget (`b1`), or a mean: `mean`, `mtal`, `trained`, `received`, `pooled`; `auto`: the first of
-            these means that the run has.
+        monitor: A budget (`b1`), or a mean: `mean`, `mtal`, `trained`, `received`, `pooled`; `auto`: the first of these
+            means that the run has.
         patience: Evaluations without an improvement before the run is stopped; at least 1.
         min_delta: Smallest change that counts as an improvement; at least 0.
         metric: A metric of that score instead of the score itself, for example `perplexity`; a budget's only.
@@ -51,7 +51,7 @@ class EarlyStopping:
             raise ValueError(f"mode must be max or min, got {self.mode!r}")
 
     def require(self, scores: Mapping[str, Collection[str]]) -> None:
-        """Checks that a run will have what this monitors.
+        """Checks that a run will have the score that this monitors.
 
         Args:
             scores: The budgets and means that it will score -> the metrics that each may have.

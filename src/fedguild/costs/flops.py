@@ -1,13 +1,13 @@
 """Parameters and FLOPs of a client's training and inference, from the shapes of model and adapters alone.
 
-No weights are loaded. A multiplication with its addition counts as two FLOPs; norms, softmaxes
-and activation functions are left out, as is usual.
+No weights are loaded. A multiplication with its addition counts as two FLOPs. Norms, softmaxes and activation functions
+are left out, as is usual.
 
-The adapter consists of the tensors of `adapter_shapes`, of which those of `trainable_shapes` are
-trained. A tensor [M, ..] of a layer's experts is used by a token in its active experts only; every
-other value is multiplied with every token once. That holds for matrices: LoRA's factors, and the
-changes of experts and routers trained in full, whose product D x runs beside the frozen W x. A part's
-scalars and vectors are counted as if they were matrices, which adds little.
+The adapter consists of the tensors of `adapter_shapes`; those of `trainable_shapes` are trained. A tensor [M, ..] of a
+layer's experts is used by a token in its active experts only. Every other value is multiplied with every token once.
+That holds for matrices: LoRA's factors, and the changes D of experts and routers trained in full, whose product D x is
+computed in addition to the frozen W x. A part's scalars and vectors are counted as if they were matrices, which adds
+little.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Cost:
         active_parameters: P_a, those that a token uses, with the k_i experts of the plan.
         trainable: All trainable parameters.
         active_trainable: Trainable parameters that a token uses.
-        product_parameters: Backbone parameters that a token is multiplied with: the active ones
-            without those that are looked up (the input embedding) or added.
+        product_parameters: Backbone parameters that a token is multiplied with: the active ones without those that are
+            looked up (the input embedding) or added.
         attention_width: Σ over layers of heads times head width.
         frozen: Parameters of the adapter that are not trained, such as a shared A of LoRA.
         active_frozen: Of those, what a token uses.
@@ -49,8 +49,8 @@ class Cost:
     def table_flops(self, tokens: int, *, adapters: bool = True) -> int:
         """Returns the forward FLOPs as FLAME's tables count them: two per active parameter and token.
 
-        Table 2 (tokens=128, without adapters) leaves LoRA out, Table 1 counts it. The input
-        embedding, which is looked up, counts as if it were multiplied.
+        Table 2 (tokens=128, without adapters) leaves LoRA out, Table 1 counts it. The input embedding, which is looked
+        up, counts as if it were multiplied.
         """
         return 2 * tokens * (self.active_parameters + (self.active_trainable + self.active_frozen if adapters else 0))
 
@@ -59,8 +59,8 @@ class Cost:
 
         Args:
             tokens: Tokens in the pass, over all its sequences.
-            context_tokens: Length of one sequence. Scores and values of the whole square are
-                counted, masked or not (PaLM, appendix B).
+            context_tokens: Length of one sequence. Scores and values of the whole square are counted, masked or not
+                (PaLM, appendix B).
         """
         per_token = 2 * (self.product_parameters + self.active_trainable + self.active_frozen)
         return tokens * (per_token + self._attention_flops(context_tokens))
@@ -68,10 +68,10 @@ class Cost:
     def training_flops(self, tokens: int, context_tokens: int, *, checkpointing: bool = False) -> int:
         """Returns the FLOPs of a training step: forward and backward, without the optimizer.
 
-        Frozen products, of the backbone or of an adapter's frozen factor, cost one forward and one input
-        gradient, the weight gradient is never formed; trained products cost their forward
-        three times (themselves, the input gradient, the weight gradient), as does attention. So an expert
-        trained in full costs five times its forward: twice for W, three times for D.
+        A frozen product, of the backbone or of an adapter's frozen factor, costs one forward and one input gradient;
+        its weight gradient is never formed. A trained product costs its forward three times (itself, the input
+        gradient, the weight gradient), as does attention. So an expert trained in full costs five times its forward:
+        twice for W, three times for D.
 
         Args:
             tokens: Tokens in the step, over all its sequences.
@@ -87,7 +87,7 @@ class Cost:
 
 
 def cost(model: ModelInfo, plan: AdapterPlan) -> Cost:
-    """Returns the cost of a client that runs `model` with `plan`.
+    """Returns the cost of a client with this plan.
 
     In an encoder-decoder model every token is counted as if it passed through both sides, which is an upper bound.
 
@@ -124,7 +124,6 @@ def active_experts(moe: MoeInfo, plan: AdapterPlan) -> int:
 
 
 def expert_parameters(moe: MoeInfo) -> int:
-    """Returns the parameters of one expert: its gate, where it has one, up and down projection."""
     return moe.expert_parameters
 
 

@@ -33,8 +33,8 @@ class Memory:
         optimizer_bytes: The optimizer's moments.
         activations_bytes: Activations and logits.
         scratch_bytes: What a step holds beside all these for a while: the gradients of one layer's experts before they
-            are fp32, moments that wait while their client rests, and what the update takes beyond the activations,
-            which are gone by then.
+            are fp32, moments that wait while their client rests, and what the update takes in excess of the
+            activations, which are gone by then.
     """
 
     weights_bytes: int
@@ -46,12 +46,11 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
-        """The sum."""
         return self.weights_bytes + self.cohort_bytes
 
     @property
     def cohort_bytes(self) -> int:
-        """The sum without the backbone's weights."""
+        """The total without the backbone's weights."""
         kept = self.adapters_bytes + self.gradients_bytes + self.optimizer_bytes
         return kept + self.activations_bytes + self.scratch_bytes
 
@@ -62,11 +61,11 @@ class StepForm:
 
     Attributes:
         accumulation: Passes whose gradients add up to a step.
-        by_torch: Whether torch takes the optimizer's steps, and no kernel (`fedguild.client.optimizer`).
-        examples: Slots of single examples that each client in turn trains in with DP-SGD
-            (`fedguild.client.private_training`); 0 without.
-        padded_tokens: Tokens of a client's rows where attention pads what is packed outside of it
-            (`fedguild.model.packed_rows`); 0 elsewhere.
+        by_torch: Whether torch takes the optimizer's steps, not a kernel (`fedguild.client.optimizer`).
+        examples: Slots of single examples in which each client trains in turn with DP-SGD
+            (`fedguild.client.private_training`); 0 without DP-SGD.
+        padded_tokens: Tokens of a client's rows where only attention pads packed rows (`fedguild.model.packed_rows`); 0
+            elsewhere.
     """
 
     accumulation: int = 1
@@ -105,8 +104,8 @@ def memory(
         checkpointing: Whether only each layer's input is kept, and the activations inside one layer at a time.
         four_bit: Whether linear layers and experts are in NF4 (`fedguild.model.four_bit`).
         slots: Clients that train at once.
-        beside: The plan of further slots that are trained, or whose gradients are summed, while those of `plan` only
-            lie there (`Method.further_plan`).
+        beside: The plan of further slots that are trained, or whose gradients are summed, while those of `plan` are
+            only stored.
     """
     trained, frozen = _stored_values(model, plan, dtype)
     gradients = sum(trained.values())
@@ -156,16 +155,9 @@ def largest_cohort(
     beside: AdapterPlan | None = None,
     form: StepForm = PLAIN,
 ) -> int:
-    """Returns how many clients train at once in some free bytes beside the backbone: at most all, at least one.
+    """Returns how many clients, at least one, can train at once in `free` bytes besides the backbone's weights.
 
-    Args:
-        tokens: Tokens of one client's share of a forward pass, with the padding that is computed.
-        free: The bytes.
-        dtype: As in `memory`.
-        moments: As in `memory`.
-        checkpointing: As in `memory`.
-        beside: As in `memory`.
-        form: As in `memory`.
+    The other arguments are those of `memory`.
     """
 
     def fits(slots: int) -> bool:
@@ -186,9 +178,9 @@ def largest_cohort(
 
 
 def _stored_values(model: ModelInfo, plan: AdapterPlan, dtype: torch.dtype) -> tuple[dict[str, int], int]:
-    """Returns the values that one slot's tensors take in their storage, by name the trained ones, and all frozen ones.
+    """Returns the stored values of one slot: those of each trained tensor by name, and the total of the frozen ones.
 
-    Ranks are padded there.
+    Storage pads ranks.
     """
     trained, frozen = {}, 0
     for part in plan.parts:
@@ -202,16 +194,15 @@ def _stored_values(model: ModelInfo, plan: AdapterPlan, dtype: torch.dtype) -> t
 
 
 def _largest_layer(model: ModelInfo, trained: Mapping[str, int]) -> int:
-    """Returns the trained values of one slot in the experts of the layer with the most of them."""
     layers = [f"{moe.experts}." for moe in model.moe]
     return max((sum(values for name, values in trained.items() if name.startswith(of)) for of in layers), default=0)
 
 
 def _update_bytes(trained: Mapping[str, int], slots: int, form: StepForm) -> int:
-    """Returns the bytes that the update holds at its peak beside trainables, gradients and moments.
+    """Returns the peak bytes of the update in addition to trainables, gradients and moments.
 
     To clip, a CPU squares one tensor after the other. torch's steps hold up to `STEP_COPIES` tensors of the largest
-    trainable's size. DP-SGD clips in fp64, one tensor after the other, and sums there.
+    trainable's size. DP-SGD clips and sums in fp64, one tensor after the other.
     """
     largest, whole = max(trained.values(), default=0), sum(trained.values())
     if form.examples:
@@ -225,9 +216,9 @@ def weight_bytes(model: ModelInfo, dtype: torch.dtype, *, four_bit: bool = False
     """Returns the bytes of the backbone's weights while it runs.
 
     Args:
-        dtype: Dtype of its weights, and of those that are not packed.
-        four_bit: Whether linear layers and experts are in NF4; embeddings, routers, norms and the head are
-            not. The experts of one layer, or one linear layer, are unpacked at a time.
+        dtype: Dtype of the weights that are not packed.
+        four_bit: Whether linear layers and experts are in NF4; embeddings, routers, norms and the head are not. The
+            experts of one layer, or one linear layer, are unpacked at a time.
     """
     if not four_bit:
         return dtype.itemsize * model.parameters
@@ -239,10 +230,10 @@ def weight_bytes(model: ModelInfo, dtype: torch.dtype, *, four_bit: bool = False
 
 
 def evaluation_bytes(model: ModelInfo, plan: AdapterPlan, *, dtype: torch.dtype, row_tokens: int = 0) -> int:
-    """Returns an estimate of the bytes that a token of an evaluation's batch holds while it is generated from.
+    """Returns an estimate of the bytes that generation holds for each token of a batch.
 
-    Those are the keys and values of all layers, what one layer holds at a time, and the token's row of the attention's
-    mask, as booleans and as what attention adds to its scores.
+    They are the keys and values of all layers, the activations of one layer, and the token's row of the attention mask,
+    as booleans and as what attention adds to its scores.
 
     Args:
         plan: The plan of the slot with the most active experts.
@@ -255,9 +246,9 @@ def evaluation_bytes(model: ModelInfo, plan: AdapterPlan, *, dtype: torch.dtype,
 def evaluation_batch_tokens(
     model: ModelInfo, plan: AdapterPlan, *, dtype: torch.dtype, free: int, row_tokens: int = 0
 ) -> int:
-    """Returns the tokens of an evaluation's batch that fit some free bytes of memory.
+    """Returns the tokens of an evaluation's batch that fit into `free` bytes.
 
-    No tensor of a pass gets more than 2^31 values, which kernels count in 32 bits.
+    No tensor of a pass may exceed 2^31 values, which kernels count in 32 bits.
     """
     widest = max(*_layer_widths(model, plan), row_tokens)
     each = evaluation_bytes(model, plan, dtype=dtype, row_tokens=row_tokens)
@@ -267,8 +258,8 @@ def evaluation_batch_tokens(
 def cached_values(model: ModelInfo) -> int:
     """Returns the keys and values that generation keeps for each token, over all layers.
 
-    With latent attention (DeepSeek), transformers keeps the keys and values of all heads. A projection of queries, keys
-    and values in one counts as if there were as many keys and values as it has inputs, an upper bound.
+    With latent attention (DeepSeek), transformers keeps the keys and values of all heads. A fused projection of
+    queries, keys and values counts as if keys and values were as wide as its input, an upper bound.
     """
     layers: dict[str, dict[str, LinearInfo]] = {}
     for linear in model.linears:
@@ -279,7 +270,7 @@ def cached_values(model: ModelInfo) -> int:
 
 
 def attention_values(model: ModelInfo) -> int:
-    """Returns the queries, keys, values and outputs of a token within the attention of all layers."""
+    """Returns the queries, keys, values and outputs of a token's attention, over all layers."""
     outputs = (linear.inputs for linear in model.linears if linear.name.rpartition(".")[2] in ("o_proj", "o"))
     queries = sum(linear.outputs for linear in model.linears if linear.name.rpartition(".")[2] in QUERIES)
     return cached_values(model) + queries + sum(outputs)
@@ -296,9 +287,10 @@ def _cached_values(attention: Mapping[str, LinearInfo]) -> int:
 
 
 def _layer_widths(model: ModelInfo, plan: AdapterPlan) -> tuple[int, ...]:
-    """Returns the values per token of one layer's largest tensors, of which a pass holds about two of each kind.
+    """Returns the values per token of one layer's largest tensors; a pass holds about two of each kind.
 
-    They are the active experts' inputs or outputs, what lies between them, a linear layer's output, and the residual.
+    They are the active experts' inputs or outputs, their intermediate values, a linear layer's output, and the
+    residual.
     """
     experts = max((active_experts(moe, plan) for moe in model.moe), default=0)
     hidden = max((moe.hidden for moe in model.moe), default=0)
@@ -308,11 +300,10 @@ def _layer_widths(model: ModelInfo, plan: AdapterPlan) -> tuple[int, ...]:
 
 
 def _kept_activations(model: ModelInfo, plan: AdapterPlan) -> int:
-    """Returns the values per token that the forward pass keeps for the backward pass, approximately.
+    """Returns the approximate values per token that the forward pass keeps for the backward pass.
 
-    Every linear layer keeps its input, and what follows it keeps its output; an active expert
-    keeps the outputs of its input projections, and its input where it has an adapter; a layer keeps two
-    residuals and two normalised inputs.
+    Every linear layer keeps its input, and the operation after it keeps its output. An active expert keeps the outputs
+    of its input projections, and its input if it has an adapter. A layer keeps two residuals and two normalised inputs.
     """
     linears = sum(linear.inputs + linear.outputs for linear in model.linears)
     adapter = tuple(adapter_shapes(model, plan))
@@ -324,9 +315,9 @@ def _kept_activations(model: ModelInfo, plan: AdapterPlan) -> int:
 
 
 def _working_activations(model: ModelInfo, plan: AdapterPlan) -> int:
-    """Returns the values per token that the backward pass of one layer's experts holds, approximately.
+    """Returns the approximate values per token that the backward pass of one layer's experts holds.
 
-    For each active expert: the input, the gradients of input and output, and the gradients and
-    recomputed values between them.
+    For each active expert: the input, the gradients of input and output, and the gradients and recomputed values
+    between them.
     """
     return max((active_experts(moe, plan) * (3 * moe.hidden + 4 * moe.width) for moe in model.moe), default=0)

@@ -1,7 +1,7 @@
 """Costs of a federated method for each tier of clients and for its server, from a model's config alone.
 
-Everything is counted: parameters, FLOPs, bytes on the wire. Memory is estimated (`memory`), and so is
-the server's time, from the speed of a running sum on this machine.
+Parameters, FLOPs and bytes on the wire are counted. Memory is estimated (`memory`), and so is the server's time, from
+the speed of a running sum on this machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class Profile:
     """A federation's costs: tiers in the order of the budgets, and the server.
 
     Attributes:
-        session: Bytes that a client receives and sends in a secure aggregation, in place of its upload; None without.
+        session: Bytes that a client receives and sends in a secure aggregation, in place of its upload; None in a plain
+            one.
     """
 
     method: str
@@ -45,8 +46,7 @@ def profile(
     """Returns a federation's costs.
 
     Args:
-        model: The backbone, described by its config alone.
-        workload: The work of each of them in a round.
+        model: The backbone; its config suffices.
         participants: Clients that take part in a round.
         budgets: The federation's tiers, in the order of the profile; empty for those of the clients.
 

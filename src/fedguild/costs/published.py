@@ -1,9 +1,8 @@
 """The papers' published cost figures, compared with ours under stated settings.
 
-The claims are data (`costs/published_claims.py`); `compare` recomputes our figure from the model's
-config and from the method itself. Papers leave settings open: whether routers have LoRA, how wide an expert
-is, what a megabyte is. A figure is listed once for each reading of interest, which shows the one that
-reproduces it.
+The claims are data (`costs/published_claims.py`); `compare` recomputes our figure from the model's config and from the
+method itself. Papers leave settings open: whether routers have LoRA, how wide an expert is, what a megabyte is. A
+figure is listed once for each plausible reading, to show which one reproduces it.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ class Setup:
     Attributes:
         model: A known model.
         method: A registered method, with its options.
-        budgets: (active experts, rank) of every client; costs are those of the first client, traffic is the mean
-            over all.
+        budgets: (active experts, rank) of every client; costs are those of the first client, traffic is the mean over
+            all.
         changes: Keys of the model's config that are overridden, with their values.
         rounds: The round whose traffic is counted.
         wire: Dtype of the numbers on the wire.
@@ -67,11 +66,10 @@ class Setup:
     wire: torch.dtype = torch.bfloat16
 
     def info(self) -> ModelInfo:
-        """Returns the description of its model."""
         return _info(self.model, self.changes)
 
     def clients(self) -> list[ClientInfo]:
-        """Returns its clients, in the order of the budgets, with equal numbers of examples."""
+        """Returns its clients in the order of the budgets, with equal numbers of examples."""
         tiers = {pair: Budget(f"b{number}", *pair) for number, pair in enumerate(dict.fromkeys(self.budgets), start=1)}
         return [ClientInfo(index, tiers[pair], 100) for index, pair in enumerate(self.budgets)]
 
@@ -84,10 +82,7 @@ class Claim:
         paper: Short name of the paper.
         where: Table or section.
         what: The method or model that the figure is about.
-        quantity: The quantity.
-        published: The figure.
         last_digit: The unit of its last printed digit; figures that round to the same are equal.
-        setup: The federation that we count.
         settings: The settings that the paper leaves open, in words.
         unit: Divisor of our figure.
         why: Why the published figure cannot be reproduced; empty where it can.
@@ -119,7 +114,6 @@ class Comparison:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether the figures agree."""
         difference = abs(self.ours - self.claim.published)
         if difference <= 0.5 * self.claim.last_digit * (1 + 1e-9):
             return "equal"
@@ -128,7 +122,6 @@ class Comparison:
         return "within 1 %" if abs(self.deviation) <= 0.01 else "differs"
 
     def record(self) -> dict[str, Any]:
-        """Returns it as a flat object, as `fedguild profile --published --json` prints it."""
         claim = self.claim
         setup = {key: value for key, value in asdict(claim.setup).items() if key != "wire"}
         return {
@@ -152,17 +145,12 @@ class Comparison:
 
 
 def compare(claim: Claim, build: Build) -> Comparison:
-    """Returns a claim with our figure, computed now.
-
-    Args:
-        claim: The published figure.
-        build: Builds a method from its name and options (`fedguild.methods.build_method`).
-    """
+    """Computes our figure for a claim; `build` is `fedguild.methods.build_method`."""
     return Comparison(claim, _figure(claim.quantity, claim.setup, build) / claim.unit)
 
 
 def _figure(quantity: Quantity, setup: Setup, build: Build) -> float:
-    """Returns a quantity of a federation: numbers, FLOPs, per cent, or bytes."""
+    """Returns a quantity of a federation: a count, FLOPs, per cent, or bytes."""
     if quantity in ("upload", "download"):
         return _traffic(setup, build)[quantity == "download"]
     counted, full = _costs(setup, build)
@@ -182,7 +170,7 @@ def _figure(quantity: Quantity, setup: Setup, build: Build) -> float:
 
 @cache
 def _costs(setup: Setup, build: Build) -> tuple[Cost, Cost]:
-    """Returns the cost of a client with the first budget, and of one with all of the model's active experts."""
+    """Returns the cost of a client with the first budget, and with all of the model's active experts."""
     model, method = setup.info(), build(setup.method, dict(setup.options))
     active, rank = setup.budgets[0]
     plans = [method.plan(model, Budget("b", experts, rank)) for experts in (active, model.top_k)]
@@ -192,7 +180,6 @@ def _costs(setup: Setup, build: Build) -> tuple[Cost, Cost]:
 
 @cache
 def _traffic(setup: Setup, build: Build) -> tuple[float, float]:
-    """Returns the mean bytes up and down of a client."""
     method = build(setup.method, dict(setup.options))
     counted = exchanges(
         method, setup.info(), setup.clients(), rounds=setup.rounds, absences=False, wire_dtype=setup.wire

@@ -1,4 +1,4 @@
-"""The published figures, as data: UB-SMoE, FLAME and FedAMoLE. See `costs/published.py`."""
+"""The published figures of UB-SMoE, FLAME and FedAMoLE, as data. See `costs/published.py`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _lora(
     targets: tuple[str, ...] = WITHOUT_ROUTER,
     changes: tuple[tuple[str, Any], ...] = (),
 ) -> Setup:
-    """Returns LoRA of a rank with some active experts, in which FLAME, UB-SMoE and FedIT count alike."""
+    """LoRA with some active experts; FLAME, UB-SMoE and FedIT have the same cost in it."""
     options = (("rank", rank), ("targets", targets), ("active_experts", "budget" if active else "model"))
     return Setup(model, "fedit", options, ((active, rank),), changes)
 

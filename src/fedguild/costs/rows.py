@@ -1,4 +1,4 @@
-"""A profile as one flat object for each tier, as `fedguild profile --json` prints it."""
+"""A profile as one flat object for each tier, as `fedguild profile --json` prints it; sizes in bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from fedguild.costs.tiers import TierProfile
 
 
 def as_rows(profile: Profile) -> list[dict[str, Any]]:
-    """Returns one flat object for each tier, as `fedguild profile --json` prints them; sizes in bytes."""
     return [_row(profile, tier) for tier in profile.tiers]
 
 

@@ -19,13 +19,13 @@ Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
 def session_bytes(form: Form, clients: int, share: float = 2 / 3) -> tuple[int, int]:
-    """Returns the bytes that a client receives and sends in a session in which nobody drops out.
+    """Returns the bytes that a client receives and sends in a session without dropouts.
 
-    Every client holds everything; one that does not sends four bytes less for every value that it lacks.
+    It is counted as holding every value; a client sends four bytes less for each value that it lacks.
 
     Args:
         form: All that the round sums (`fedguild.server.secure_round.whole_form`).
-        share: `federation.secure_share`, from which follows how many dropouts a session provides for.
+        share: `federation.secure_share`, which determines how many dropouts a session provides for.
     """
     requests, answers = _messages(form, clients, share)
     return tuple(sum(_bytes(shapes) for shapes in side.values()) for side in (requests, answers))  # type: ignore[return-value]

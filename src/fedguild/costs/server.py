@@ -21,11 +21,10 @@ class ServerProfile:
         entry: The order of its time and memory in C.
         participants: C, clients that take part in a round.
         state_bytes: Size of the state between rounds.
-        memory_bytes: Approximate memory of the aggregation: the state before and after, and the uploads held at
-            once.
+        memory_bytes: Approximate memory of the aggregation: the state before and after, and the uploads held at once.
         received_bytes: All uploads of a round, the mean over the rounds where these differ.
-        running_sum_seconds: Time of a running mean over all uploads, at the speed measured on this machine; what
-            the method computes beyond that is not included.
+        running_sum_seconds: Time of a running mean over all uploads, at the speed measured on this machine; further
+            computation of the method is not included.
     """
 
     entry: ServerCosts
@@ -37,7 +36,7 @@ class ServerProfile:
 
 
 def server_profile(entry: ServerCosts, traffic: Exchanges, participants: int) -> ServerProfile:
-    """Returns the costs of a round of the counted exchanges for the server of a method with this entry."""
+    """Returns the server's costs in a round of the counted exchanges."""
     sizes = [[sum(exchange.upload.values()) for exchange in exchanged] for exchanged in traffic.later]
     received_bytes = round(fmean(map(sum, sizes)))
     uploads_bytes = max(map(sum if entry.holds == "all" else max, sizes))
@@ -52,7 +51,7 @@ def server_profile(entry: ServerCosts, traffic: Exchanges, participants: int) ->
 
 
 def seconds_per_byte(values: int = 2**20) -> float:
-    """Returns how long a running mean takes on this machine per byte of an upload, measured on one tensor."""
+    """Measures the seconds per byte of an upload that a running mean takes on this machine, on one tensor."""
     mean, tensors = WeightedMean(), {"x": torch.ones(values)}
     mean.add(tensors, 1.0)
     started = time.perf_counter()

@@ -1,7 +1,7 @@
 """Estimated memory of a backbone that is sharded over several GPUs, and the fewest GPUs that hold it.
 
-Layers are split among the ranks, embeddings, the last norm and the head are whole on each, and up to two layers are
-gathered at a time (`fedguild.model.sharding`). Every rank has clients of its own.
+Layers are split among the ranks; embeddings, the last norm and the head are replicated. Up to two layers are gathered
+at a time (`fedguild.model.sharding`). Every rank trains other clients.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def rank_bytes(
 
 
 def fewest_gpus(model: ModelInfo, plan: AdapterPlan, tokens: int, gpu_bytes: int) -> int | None:
-    """Returns the fewest GPUs, of `GPU_COUNTS`, that train a client each; None if the most are too few."""
+    """Returns the fewest GPUs, of `GPU_COUNTS`, that train one client each; None if even the most do not suffice."""
     fitting = (count for count in GPU_COUNTS if rank_bytes(model, plan, tokens, count) <= USABLE * gpu_bytes)
     return next(fitting, None)
 
@@ -71,7 +71,6 @@ def gpus_markdown(
 
     Args:
         plans: A name and the plan for each model.
-        tokens: As in `rank_bytes`.
         sizes: The GPUs' memory in GiB.
     """
     head = ("model", "weights in bf16", "trained", "adapter", *(f"{size} GiB" for size in sizes))

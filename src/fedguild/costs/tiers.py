@@ -29,12 +29,10 @@ class Workload:
         examples: Training examples of a client.
         tokens: Tokens of one forward pass, padding included.
         context_tokens: Length of one sequence.
-        training: Settings of its training.
-        dtype: Dtype of the backbone.
         any_dtype: Whether the dtype depends on the machine: fp32 on a CPU, bf16 on a GPU.
         checkpointing: Whether activations are recomputed in the backward pass.
         four_bit: Whether linear layers and experts are in 4 bit.
-        wire_dtype: The dtype that a floating-point number on the wire is counted as.
+        wire_dtype: The dtype as which a floating-point number on the wire is counted.
     """
 
     examples: int
@@ -49,7 +47,6 @@ class Workload:
 
     @property
     def moments(self) -> int:
-        """Moments that the optimizer keeps of each trainable."""
         return self.training.moments
 
 
@@ -82,18 +79,16 @@ class TierProfile:
     """Costs of each client of a tier in one round.
 
     Attributes:
-        budget: The tier.
-        clients: How many clients it has.
-        plan: Their adapter plan.
+        clients: Number of clients in the tier.
         cost: Parameter counts, from which the FLOPs follow.
         steps: Optimizer steps in a round.
         flops_forward: FLOPs of one forward pass.
         flops_training_step: FLOPs of one optimizer step, forward and backward, all its passes.
-        flops_round: FLOPs of a round's training, forward and backward; `flops_round_forward` of that.
-        upload: Upload in a later round; the downloads are of such a round too.
+        flops_round: FLOPs of a round's training, forward and backward; `flops_round_forward` is the forward part.
+        upload: Upload in a later round, as are the downloads.
         download: Download of a client that took part in the round before.
         absent_download: Download of one that did not; None if all clients take part in every round.
-        first_upload: Upload in the first round; `first_download` is of that round too.
+        first_upload: Upload in the first round, as is `first_download`.
         peak_memory: Estimate under the run's settings; `memory` has it under others too.
     """
 
@@ -172,7 +167,7 @@ def _memory(model: ModelInfo, plan: AdapterPlan, workload: Workload, checkpointi
 
 
 def _weights(workload: Workload) -> list[tuple[str, torch.dtype, bool]]:
-    """Returns the forms of the backbone's weights to count: name, dtype, and whether they are in 4 bits."""
+    """Returns the variants of the backbone's weights to count: name, dtype, and whether they are in 4 bits."""
     dtypes = [torch.float32, torch.bfloat16] if workload.any_dtype else [workload.dtype]
     whole = [(f"{8 * dtype.itemsize} bit", dtype, False) for dtype in dtypes]
     return [*whole, ("4 bit", workload.dtype, True)]

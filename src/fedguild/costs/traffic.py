@@ -1,8 +1,8 @@
 """Downloads and uploads of a method's clients, counted by running its server half on shapes instead of weights.
 
-The method itself starts, creates downloads and aggregates; the clients' uploads have the shapes of
-`expected_upload` and arbitrary values. The bytes are therefore those of a real run, counted by the same
-code (`fedguild.wire.accounting`), except where the names or ranks in a payload depend on the data.
+The method itself starts, creates downloads and aggregates; the clients' uploads have the expected shapes and arbitrary
+values. The bytes are therefore those of a real run, counted by the same code (`fedguild.wire.accounting`), except where
+the names or ranks in a payload depend on the data.
 """
 
 from __future__ import annotations
@@ -30,9 +30,7 @@ class Exchange:
     """Bytes that one client receives and sends in one round, by payload part.
 
     Attributes:
-        client: The client.
-        download: From the server to the client.
-        upload: From the client to the server, with every tensor that it may leave out.
+        upload: From the client to the server, with every tensor that it may omit.
         least_upload: The same without them.
     """
 
@@ -48,8 +46,8 @@ class Exchanges:
 
     Attributes:
         rounds: For each round, the exchange of every client that takes part, in client order.
-        absent: The exchanges, in the last of these rounds, of clients that missed the one before; empty where
-            no other client would have taken part in that.
+        absent: The exchanges, in the last of these rounds, of clients that missed the one before; empty if no other
+            clients could have taken part in that.
         state_bytes: What the server keeps between two rounds, before the last of these.
         period: Number of rounds after which the form of the payloads repeats.
     """
@@ -81,14 +79,12 @@ def exchanges(
     """Returns the payloads exchanged in the first rounds, in bytes.
 
     Args:
-        method: The method, with its settings.
-        clients: All clients of the federation.
         budgets: Its tiers, including those without a client; empty for those of the clients.
         participants: Number of clients, counted from the first, that take part in each round; None for all.
-        rounds: Number of rounds; None for as many as the method's `costs` need to show every form of its payloads.
+        rounds: Number of rounds; None for as many as it takes to show every form of the method's payloads.
         absences: Whether to count also the exchanges after an absence.
-        wire_dtype: The dtype that floating-point tensors are counted as; the wire itself carries them as they are.
-        limit: Values up to which a tensor is real (`fedguild.model.shapes_only`).
+        wire_dtype: The dtype as which floating-point tensors are counted; the wire itself carries them as they are.
+        limit: Tensors of up to this many values are real (`fedguild.model.shapes_only`).
 
     Raises:
         ConfigError: the method's settings do not fit the model or the clients.
@@ -121,8 +117,8 @@ def _after_absences(
 ) -> Iterator[tuple[Sequence[ClientInfo], Payload]]:
     """Yields clients that missed the round before the last, with the state that they find in the last.
 
-    Where all take part, the last client of each budget is left out, half of the budgets at a time, so that
-    other clients take part.
+    If all take part, the last client of each budget is left out, half of the budgets at a time, so that other clients
+    take part.
     """
     if len(asked) < len(clients):
         yield clients[len(asked) :], states[-1]
@@ -139,7 +135,6 @@ def _last_of_budgets(clients: Sequence[ClientInfo]) -> dict[Budget, ClientInfo]:
 
 
 def _after(method: Method, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo], number: int) -> Payload:
-    """Returns the state after a round in which these clients took part."""
     rng = torch_rng(number, "uploads")
 
     def uploads() -> Iterator[Upload]:
@@ -172,7 +167,7 @@ def _exchange(
 
 
 def _sent(tensor: Tensor, wire_dtype: torch.dtype) -> Tensor:
-    """Returns a tensor without values of the same shape, counted as the wire's dtype where it is floating point."""
+    """Returns a tensor of the same shape without values; floating-point ones have the wire's dtype."""
     dtype = wire_dtype if tensor.dtype is torch.float32 else tensor.dtype
     return torch.empty(tensor.shape, dtype=dtype, device="meta")
 

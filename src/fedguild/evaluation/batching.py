@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One row to run: which slot runs it, its index in that slot, and its length in tokens."""
+    """One row to run: its slot, its index in that slot, and its length in tokens."""
 
     slot: int
     index: int
@@ -19,9 +19,9 @@ class Item:
 def token_batches(items: Sequence[Item], batch_tokens: int) -> list[list[Item]]:
     """Returns the items in batches of at most `batch_tokens` tokens, padding included.
 
-    Rows are sorted by length, the longest first, so that little is padded and the first batch
-    shows whether memory suffices; an item longer than the limit gets a batch of its own. Within a
-    batch the rows are slot-major and in their order.
+    Rows are sorted by length, the longest first, so that little is padded and the first batch shows whether memory
+    suffices. An item longer than the limit gets a batch of its own. Within a batch the rows are slot-major and in their
+    order.
     """
     batches: list[list[Item]] = []
     for item in sorted(items, key=lambda item: (-item.tokens, item.slot, item.index)):
@@ -34,7 +34,7 @@ def token_batches(items: Sequence[Item], batch_tokens: int) -> list[list[Item]]:
 def each(model: Any, name: str, inputs: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
     """Yields the results of a model's method for many inputs, in order.
 
-    A model whose method `each` takes them computes several at a time, in other processes.
+    If the model has a method `each`, as a group of processes has, it computes several at a time.
     """
     several = getattr(model, "each", None)
     if several is not None:

@@ -15,16 +15,16 @@ from fedguild.server.utilisation import gini, rate_entropy, share_entropy
 class Utilisation:
     """Evenness of expert use in each of L layers with M experts.
 
-    Where no token was seen, and in a layer whose counts are all zero, every figure is 0.
+    Without tokens, and in a layer whose counts are all zero, every figure is 0.
 
     Attributes:
-        frequency: [L, M] share of tokens that activated an expert, the utilisation rate; a row
-            sums to the active experts per token.
-        rate_entropy: [L] entropy of the rates as they are, in nats, which exceeds ln M where several
-            experts are active per token (UB-SMoE, section 6.3.3).
+        frequency: [L, M] share of tokens that activated an expert, the utilisation rate; a row sums to the active
+            experts per token.
+        rate_entropy: [L] entropy of the rates as they are, in nats, which exceeds ln M where several experts are active
+            per token (UB-SMoE, section 6.3.3).
         entropy: [L] entropy of the rates scaled to sum 1, in nats, from 0 to ln M.
-        normalised_entropy: [L] `entropy` divided by ln M, from 0 (one expert) to 1 (all alike);
-            0 where a layer has a single expert.
+        normalised_entropy: [L] `entropy` divided by ln M, from 0 (one expert) to 1 (all alike); 0 where a layer has a
+            single expert.
         gini: [L] Gini coefficient of the rates, from 0 (all alike) to 1 - 1/M (UB-SMoE, Eq. 62).
     """
 
@@ -36,7 +36,7 @@ class Utilisation:
 
 
 def expert_utilisation(counts: Tensor, tokens: int) -> Utilisation:
-    """Returns the measures of how evenly the experts are used.
+    """Returns how evenly the experts are used.
 
     Args:
         counts: [L, M] tokens that activated each expert, padding excluded.

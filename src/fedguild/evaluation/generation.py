@@ -63,7 +63,6 @@ def generate_texts(
 def _chosen(
     batches: Sequence[Sequence[Item]], prompts: Sequence[Sequence[Sequence[int]]], max_new_tokens: int
 ) -> Iterator[tuple[list[list[Sequence[int]]], int]]:
-    """Yields the arguments of `GenerativeModel.generate` of every batch."""
     for batch in batches:
         chosen: list[list[Sequence[int]]] = [[] for _ in prompts]
         for item in batch:
@@ -75,11 +74,6 @@ def decode_steps(prompt_tokens: Sequence[int], max_new_tokens: int, batch_tokens
     """Returns the forward passes that generation takes for prompts of these lengths, if no text ends early.
 
     A batch takes one for each new token: the first over the prompts, the others over one token of each text.
-
-    Args:
-        prompt_tokens: Length of each prompt, of all slots together.
-        max_new_tokens: As in `generate_texts`.
-        batch_tokens: As in `generate_texts`.
     """
     items = [Item(0, index, length + max_new_tokens) for index, length in enumerate(prompt_tokens)]
     return max_new_tokens * len(token_batches(items, batch_tokens))

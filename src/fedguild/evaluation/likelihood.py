@@ -1,11 +1,10 @@
-"""Likelihood of candidate responses, all candidates of an example in one row behind one prompt.
+"""Likelihood of candidate responses, all candidates of an example in one row after one prompt.
 
-A row is `[prompt | candidate 0 | candidate 1 | …]`. A candidate attends to the prompt and to
-itself, and its positions start where the prompt ends, so that it gets the likelihood it would get
-alone while the prompt runs once.
+A row is `[prompt | candidate 0 | candidate 1 | …]`. A candidate attends to the prompt and to itself, and its positions
+start where the prompt ends. So it gets the likelihood that it would get alone, while the prompt runs once.
 
-An encoder-decoder model reads the prompt in its encoder, where it runs once for every candidate:
-there a row holds one candidate.
+An encoder-decoder model reads the prompt in its encoder, where it runs once for every candidate: there a row holds one
+candidate.
 """
 
 from __future__ import annotations
@@ -30,14 +29,10 @@ class LikelihoodModel(Protocol):
     """A model of several slots that gives the likelihood of tokens."""
 
     @property
-    def slots(self) -> int:
-        """Number of slots."""
-        ...
+    def slots(self) -> int: ...
 
     @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        ...
+    def device(self) -> torch.device: ...
 
     @property
     def seq2seq(self) -> Seq2Seq | None:
@@ -58,20 +53,19 @@ class Candidates:
 
     @property
     def tokens(self) -> int:
-        """Length of the row that holds them all."""
         return len(self.prompt) + sum(map(len, self.responses))
 
     @property
     def singles(self) -> list[Candidates]:
-        """Each candidate by itself, with its own copy of the prompt."""
+        """Each candidate by itself, with a copy of the prompt."""
         return [Candidates(self.prompt, (response,)) for response in self.responses]
 
 
 def encode_candidates(example: Example, tokenizer: Any, max_tokens: int) -> Candidates:
-    """Returns the example's choices, or its response where it has none, encoded as in training.
+    """Returns the example's choices, or its response if it has none, encoded as in training.
 
-    Each candidate ends with the end-of-sequence token. If a candidate does not fit into `max_tokens`,
-    the prompt is shortened to fit the longest one, and all candidates get this shortened prompt.
+    Each candidate ends with the end-of-sequence token. If a candidate does not fit into `max_tokens`, the prompt is
+    shortened to fit the longest one, for all candidates.
 
     Raises:
         DataError: the prompt has no token, so that nothing predicts a candidate's first one.
@@ -96,11 +90,9 @@ def candidate_losses(
     """Returns the summed negative log-likelihood in nats, by slot, row and candidate.
 
     Args:
-        model: Runs `rows[s]` in its slot s.
-        rows: The rows of each slot; slots may have different numbers of rows, and none at all.
-        batch_tokens: Bound on the tokens of one forward pass, padding included. Encoder and decoder
-            rows are padded separately, and may each have about that many.
-        pad_id: Token id to pad with.
+        rows: The rows of each slot; slots may have different numbers of rows, or none.
+        batch_tokens: Bound on the tokens of one forward pass, padding included. Encoder and decoder rows are padded
+            separately, and may each have about that many.
     """
     if model.seq2seq is not None:
         alone = [[single for row in slot_rows for single in row.singles] for slot_rows in rows]

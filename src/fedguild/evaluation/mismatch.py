@@ -1,8 +1,8 @@
-"""Mismatch of a layer at a budget's active experts: the change of its output, and how much of that a factor repairs.
+"""Mismatch of a layer at a budget's active experts: the change of its output, and how much of it a factor repairs.
 
-y_k is the output of a layer's experts as a budget runs them, its k active experts and its output scale included; y what
-they give out of the same input with the model's own number of active experts and without a scale. Both are taken over
-all real tokens of some texts, in the fine-tuned model. s is the factor with the least |s y_k - y|^2.
+y_k is the output of a layer's experts as a budget runs them, with its k active experts and its output scale. y is their
+output for the same input with the model's own number of active experts and no scale. Both are taken over all real
+tokens of some texts, in the fine-tuned model. s is the factor with the least |s y_k - y|^2.
 """
 
 from __future__ import annotations
@@ -21,11 +21,7 @@ ROUTER = "router mismatch at a budget's active experts, |s y_k - y| / |y|"
 
 
 class Mismatch:
-    """Sums <y_k, y>, |y_k|^2 and |y|^2 over the tokens of every slot, in fp64.
-
-    Args:
-        slots: S.
-    """
+    """Sums <y_k, y>, |y_k|^2 and |y|^2 over the tokens of each of `slots` slots, in fp64."""
 
     def __init__(self, layers: Sequence[MoeLayer], slots: int) -> None:
         self._layers = layers
@@ -33,7 +29,7 @@ class Mismatch:
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Looks at every pass inside the block."""
+        """Observes every pass inside the block."""
         for layer in self._layers:
             layer.observers.append(self._look_at)
         try:
@@ -52,7 +48,7 @@ class Mismatch:
         self._sums[:, :, routing.layer] += of_slots.cpu()
 
     def observations(self, names: Sequence[str]) -> list[Observation]:
-        """Returns s and |s y_k - y| / |y| by layer and slot; NaN where a layer gave out nothing.
+        """Returns s and |s y_k - y| / |y| by layer and slot; NaN where a layer had no output.
 
         Args:
             names: [S] name of each slot.

@@ -1,7 +1,7 @@
-"""The premise of budgets by active experts: what a model loses with fewer of them, before anybody trains it.
+"""The premise of budgets by active experts: what a model loses with fewer of them, before any training.
 
-A model is measured on plain text as it is, at its own number of active experts, half of it, and so on down to one, with
-and without scaling the active experts' weights to sum to one.
+A model is measured on plain text at its own number of active experts, half of it, and so on down to one, with and
+without scaling the active experts' weights to sum to one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Level:
         active_experts: k.
         renormalised: Whether the active experts' weights are scaled to sum to one.
         nats: Mean loss per token, in nats.
-        lost: How much higher that is than at the model's own top-k and its own scaling.
+        lost: The increase over the model's own top-k and scaling.
         half_width: Half the width of the 95 % confidence interval of `lost`, over the rows of text.
     """
 
@@ -58,7 +58,7 @@ class LayerUse:
         layer: The layer's name in the model.
         active_experts: k.
         gini: Gini coefficient of the experts' frequencies, from 0 (all alike) to 1 - 1/M.
-        idle: Share of experts that are chosen less than a tenth as often as on average.
+        idle: Share of experts that are chosen less than a tenth as often as the average expert.
     """
 
     layer: str
@@ -89,7 +89,7 @@ class Premise:
 
     @property
     def verdict(self) -> str:
-        """What the loss at one active expert says about budgets on this model."""
+        """Whether budgets matter on this model, judged by its loss at one active expert."""
         one = next(level for level in self.levels if level.active_experts == 1)
         lost = f"{one.lost:.3f} ± {one.half_width:.3f} nats a token"
         if one.lost <= one.half_width:
@@ -126,11 +126,10 @@ def measure(
     """Returns what a mixture of experts loses with fewer active experts.
 
     Args:
-        backbone: The model, with its tokenizer.
-        texts: Plain text. It is read from the start, in rows of `context` tokens.
+        texts: Plain text, read from the start in rows of `context` tokens.
         context: Tokens of a row.
-        tokens: How many tokens to read at most.
-        step: Called with the passes that are done, and their number.
+        tokens: The most tokens to read.
+        step: Called with the number of passes done, and of all passes.
 
     Raises:
         ModelError: the model is dense, or each token has one expert.
@@ -176,7 +175,7 @@ def require_choice(model: ModelInfo) -> None:
 
 
 def _rows(backbone: Backbone, texts: Sequence[str], context: int, tokens: int) -> Tensor:
-    """Returns [rows, context], each row opened by the tokenizer's own first tokens."""
+    """Returns [rows, context]; each row starts with the tokenizer's special tokens."""
     tokenizer = backbone.tokenizer
     opening: list[int] = [id for id in tokenizer.encode("", add_special_tokens=True) if id != tokenizer.eos_token_id]
     room = context - len(opening)
@@ -198,7 +197,7 @@ def _rows(backbone: Backbone, texts: Sequence[str], context: int, tokens: int) -
 
 
 def _batch(rows: Tensor) -> SlotBatch:
-    """Returns the rows as a batch of one slot that predicts every token after a row's first."""
+    """Returns a batch of one slot that predicts every token after a row's first."""
     count, length = rows.shape
     places = torch.arange(count * length).view(count, length)
     predict = places[:, :-1].reshape(-1)
@@ -225,7 +224,7 @@ def _renormalising(backbone: Backbone, wanted: bool) -> Iterator[None]:
 
 
 def _use(backbone: Backbone, counts: Tensor, tokens: Tensor, active: int) -> list[LayerUse]:
-    """Returns the use of each layer's experts from their counts, [layers, experts]."""
+    """Returns the use of each layer's experts; `counts` is [layers, experts]."""
     found = []
     for layer, of_layer, seen in zip(backbone.moe, counts.cpu(), tokens.tolist(), strict=True):
         usage = expert_utilisation(of_layer[None, : layer.info.num_experts], seen)

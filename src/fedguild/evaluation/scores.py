@@ -14,15 +14,13 @@ class ExampleScore:
     """The score of one example. A measure that does not apply to its kind is None.
 
     Attributes:
-        task: The example's task.
-        primary: The measure for the example's kind, from 0 to 1: right or wrong where it has
-            choices, else a metric of the generated text.
+        primary: The measure for the example's kind, from 0 to 1: right or wrong if it has choices, else a metric of the
+            generated text.
         response_nll: Negative log-likelihood of the right response, in nats.
         response_tokens: Tokens that `response_nll` sums over.
-        correct: 1.0 where the predicted choice is the right one, else 0.0.
-        metrics: Metrics of the generated text by name, where there are no choices.
-        predicted: Index of the predicted choice; None where the text names none.
-        generated: The generated text.
+        correct: 1.0 if the predicted choice is the right one, else 0.0.
+        metrics: Metrics of the generated text by name, if there are no choices.
+        predicted: Index of the predicted choice; None if the text names none.
     """
 
     task: str
@@ -40,7 +38,6 @@ class Summary:
     """Means over examples. A measure that applies to none of them is None.
 
     Attributes:
-        count: Number of examples.
         score: Mean of the examples' primary measures, from 0 to 1.
         accuracy: Over the examples with choices.
         metrics: By name, over the examples without choices.
@@ -55,7 +52,6 @@ class Summary:
 
     @classmethod
     def of(cls, examples: Sequence[ExampleScore]) -> Self:
-        """Returns the summary of some examples."""
         tokens = sum(example.response_tokens for example in examples)
         nll = math.fsum(example.response_nll for example in examples)
         return cls(
@@ -72,7 +68,6 @@ class Scores:
     """The scores of one slot.
 
     Attributes:
-        overall: Summary of all examples.
         by_task: Task -> summary, in alphabetical order.
         examples: The examples' scores, in the order they were given.
     """
@@ -83,7 +78,6 @@ class Scores:
 
     @classmethod
     def of(cls, examples: Sequence[ExampleScore]) -> Self:
-        """Returns the scores of one slot's examples."""
         tasks = sorted({example.task for example in examples})
         by_task = {task: Summary.of([example for example in examples if example.task == task]) for task in tasks}
         return cls(Summary.of(examples), by_task, tuple(examples))
@@ -95,7 +89,6 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 
 def _means(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Returns the mean of every metric over those that have it."""
     values: dict[str, list[float]] = {}
     for measured in metrics:
         for name, value in measured.items():

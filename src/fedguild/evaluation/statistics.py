@@ -40,7 +40,7 @@ def spread(values: Sequence[float]) -> Spread:
 def half_width(values: Spread) -> float:
     """Returns half the width of the 95 % confidence interval of a mean over seeds, by Student's t.
 
-    Infinite for one seed, which says nothing about the spread.
+    Infinite for one seed.
     """
     if values.count < 2:
         return math.inf
@@ -50,7 +50,7 @@ def half_width(values: Spread) -> float:
 def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Spread | None:
     """Returns the spread of `values[seed] - reference[seed]`, which cancels what a seed does to both.
 
-    Only seeds of both count; None where there are none.
+    Only seeds that both have count; None if there are none.
     """
     shared = sorted(values.keys() & reference.keys())
     return spread([values[seed] - reference[seed] for seed in shared]) if shared else None

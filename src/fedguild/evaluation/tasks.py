@@ -22,13 +22,12 @@ class EvaluatedModel(LikelihoodModel, GenerativeModel, Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """The scoring of examples.
+    """How examples are scored.
 
     Attributes:
-        choices: An example with choices is answered by the likeliest one, or by generating a text
-            that names one.
-        length_normalization: A choice's likelihood is the mean over its tokens, or their sum, which favours
-            short choices.
+        choices: An example with choices is answered by the likeliest one, or by generating a text that names one.
+        length_normalization: A choice's likelihood is the mean over its tokens, or their sum, which favours short
+            choices.
         metrics: The metrics of an example without choices, by name.
         responses: Name of the metric that is its primary measure.
     """
@@ -39,7 +38,6 @@ class Scoring:
     responses: str = "rouge_l"
 
     def generates(self, example: Example) -> bool:
-        """Whether this example's response is generated."""
         return not example.choices or self.choices == "generation"
 
 
@@ -57,15 +55,13 @@ def evaluate(
 
     Args:
         model: Runs `examples[s]` in its slot s, adapters in evaluation mode.
-        examples: The test examples of each slot: one pooled set under several budgets, or each
-            client's own. A slot may have none.
+        examples: The test examples of each slot: one pooled set under several budgets, or each client's own. A slot may
+            have none.
         max_tokens: Longest text, prompt and response together, as in training.
         batch_tokens: Bound on the tokens of one forward pass, padding included.
-        scoring: How examples are scored; None for the defaults.
 
     Raises:
-        DataError: the slots do not match, an example's answer is not among its choices, or it has
-            no prompt.
+        DataError: the slots do not match, an example's answer is not among its choices, or it has no prompt.
         ConfigError: `max_new_tokens` leaves no room for a prompt.
     """
     scoring = scoring or Scoring()
@@ -127,10 +123,9 @@ def _score(
     """Returns the score of one example.
 
     Args:
-        example: The example.
-        candidates: Its tokens: the choices, or the response alone.
+        candidates: Its choices, or the response alone.
         nll: Summed negative log-likelihood of each candidate, in nats.
-        text: The generated response, where there is one.
+        text: The generated response, if there is one.
     """
     lengths = [len(response) for response in candidates.responses]
     right = example.answer or 0
@@ -164,15 +159,15 @@ def _likeliest(nll: Sequence[float], lengths: Sequence[int], scoring: Scoring) -
 
 
 def pad_id(tokenizer: Any) -> int:
-    """Returns a token id for padding; it is masked out, so any valid id will do."""
+    """Returns a token id for padding; padding is masked out, so any valid id will do."""
     return next((int(i) for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
 def parse_label(text: str, choices: Sequence[str]) -> int | None:
-    """Returns the index of the choice that a generated text names, or None where it names none.
+    """Returns the index of the choice that a generated text names; None if it names none.
 
-    The choice that the text mentions first, as whole words, wins; if several begin at the
-    same place (`New`, `New York`), the longest of them does.
+    The choice that is mentioned first, as whole words, wins. If several begin at the same place (`New`, `New York`),
+    the longest of them does.
     """
     said = normalised(text)
     mentions = []

@@ -1,9 +1,9 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, MLflow and Trackio get the records of a run while it goes on.
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow and Trackio receive the records of a run as it goes on.
 
-`points` turns records into named values, the same for every tracker. A tracker that ships is a module of this package
+`points` turns records into named values, the same for every tracker. A built-in tracker is a module of this package
 with a class `TRACKER`; one of another package is an entry point in the group `fedguild.trackers`. `Tracking` is the
-callback that feeds them: each in a thread of its own, so that a slow one holds up no round, and one that fails ends
-with a message and not with the run.
+callback that feeds them. Each has its own thread: a slow tracker delays no round, and one that fails leaves a message
+and does not end the run.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class TrackedRun:
         folder: The run's folder.
         project: The project, which holds many runs.
         name: The run's name.
-        group: The runs that belong together; empty if it is alone.
-        tags: Tags.
+        group: Label shared by the runs that belong together; empty for a single run.
+        tags: The run's tags.
         settings: The config, without its folder.
         id: The tracker's own id of the run, to continue it; empty for a new run.
         round: The last round whose values the tracker got; -1 for a new run.
@@ -57,10 +57,10 @@ def _flat(settings: Mapping[str, Any], prefix: str) -> list[tuple[str, Any]]:
 
 @dataclass(frozen=True)
 class Begun:
-    """A tracker's run.
+    """What a tracker returns when it has started a run.
 
     Attributes:
-        id: Its id, with which it is continued.
+        id: Its id of the run, needed to continue it.
         round: The last round whose values it holds as far as the tracker knows; None if it does not.
     """
 
@@ -110,7 +110,7 @@ TRACKERS: Plugins[type[Tracker]] = Plugins(
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Checks that every tracker is known and its package installed, without importing that.
+    """Checks that every tracker is known and its package installed, without importing the package.
 
     Raises:
         ConfigError: one is not.

@@ -17,7 +17,7 @@ _LONGEST_PARAMETER = 500
 
 
 class MLflow:
-    """Logs rounds as the steps of an MLflow run; the project is an experiment, group and tags are tags of the run."""
+    """Logs rounds as the steps of an MLflow run. The project is an experiment; group and tags are tags of the run."""
 
     PACKAGE: ClassVar[str] = "mlflow"
     EXTRA: ClassVar[str] = "mlflow"
@@ -27,7 +27,7 @@ class MLflow:
     _id: str
 
     def begin(self, run: TrackedRun) -> Begun:
-        """Creates a run, or sets the one of the id to running again."""
+        """Creates a run, or reopens the one with the given id."""
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow import MlflowClient
         from mlflow.entities import Param
@@ -48,7 +48,6 @@ class MLflow:
         return Begun(self._id)
 
     def add(self, round: int, values: Mapping[str, float]) -> None:
-        """Logs the values in as few requests as MLflow takes them."""
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
@@ -60,7 +59,7 @@ class MLflow:
         self._client.set_terminated(self._id, "FAILED" if failed else "FINISHED")
 
     def _last_round(self) -> int:
-        """Returns the last round that the store has all values of; -1 if none."""
+        """Returns the last round whose values are all in the store; -1 if none."""
         complete = [metric.step for metric in self._client.get_metric_history(self._id, ROUND_SECONDS)]
         begun = bool(self._client.get_run(self._id).data.metrics)
         return max(complete, default=0 if begun else -1)

@@ -41,7 +41,7 @@ class Point(NamedTuple):
     """A value of a round.
 
     Attributes:
-        name: Its name, of letters, digits, spaces and `_./-` only, which every tracker takes.
+        name: Letters, digits, spaces and `_./-` only, which every tracker accepts.
         value: The value; it may be NaN or infinite.
         round: The round; 0 is before training.
     """
@@ -55,8 +55,7 @@ def points(records: Iterable[Record], *, clients: bool = True) -> list[Point]:
     """Returns the values of records, round by round, `round_seconds` the last of each round.
 
     Args:
-        records: The records of one round, or of several.
-        clients: Whether values of single clients are among them, beside means and sums over the clients.
+        clients: Whether to include the values of single clients, besides means and sums over the clients.
     """
     by_round: dict[int, list[Record]] = {}
     for record in records:
@@ -80,7 +79,6 @@ def _client(index: int) -> str:
 
 
 def _values(record: Record, clients: bool) -> Iterator[tuple[str, float]]:
-    """Yields the values of one record; those of single clients only if `clients`."""
     match record:
         case EvaluationRecord(scope=scope, name=name):
             if clients or scope in ("budget", "summary", "pooled"):

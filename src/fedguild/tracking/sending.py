@@ -1,7 +1,7 @@
-"""The callback that feeds trackers, and the file in a run's folder that says how far each of them is.
+"""The callback that feeds trackers, and the file in a run's folder that records how far each has got.
 
-A round's values are sent when the round is saved, so a tracker never has a round that a resumed run repeats. What a
-killed run had not sent yet is read from its log and sent when it resumes, also to a tracker that was named later.
+A round's values are sent when the round is saved, so a tracker never has a round that a resumed run repeats. Values
+that a killed run had not sent are read from its log and sent when it resumes, also to trackers that were added since.
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ class Tracking:
     """Sends a run's records to the trackers of its config; a callback, and a context manager that ends them.
 
     Args:
-        config: The run's config.
-        tell: Receives a sentence if a tracker fails, once; the run goes on without it.
-        wait_seconds: How long the end waits for the trackers.
+        tell: Receives one sentence if a tracker fails; the run goes on without it.
+        wait_seconds: How long to wait for the trackers at the end.
 
     Raises:
         ConfigError: a tracker is unknown, or its package is not installed.
@@ -70,7 +69,7 @@ class Tracking:
         self._tell_failures()
 
     def __call__(self, event: Event) -> None:
-        """Sends a round's values once it is saved, and before the first those of the rounds before it."""
+        """Sends a round's values once it is saved; the first call also sends those of earlier rounds."""
         if not self._config.tracking.trackers:
             return
         if isinstance(event, (RoundStarted, Saved)) and not self._begun:
@@ -82,7 +81,7 @@ class Tracking:
         self._tell_failures()
 
     def _begin(self, folder: Path, round: int) -> None:
-        """Starts the trackers and sends them what they lack of the rounds up to `round`."""
+        """Starts the trackers and sends them the values up to `round` that they lack."""
         self._begun = True
         settings, ledger = self._config.tracking, _Ledger(folder / TRACKING)
         described = self._config.model_dump(mode="json", exclude={"output", "tracking"})
@@ -106,7 +105,7 @@ class Tracking:
                 sender.send(number, values)
 
     def _tell_failures(self) -> None:
-        """Says which trackers have failed since the last call; in the main thread, as progress is shown by it."""
+        """Reports trackers that failed since the last call; in the main thread, which shows progress."""
         for sender in self._senders:
             if sender.failure:
                 self._tell(f"The tracker {sender.name} failed, and the run goes on without it: {sender.failure}")
@@ -114,7 +113,7 @@ class Tracking:
 
 
 class _Ledger:
-    """Every tracker's id of the run and the last round that it got, in a file."""
+    """Each tracker's id of the run and the last round that it received, in a file."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._lock = path, threading.Lock()
@@ -137,11 +136,7 @@ class _Sender(threading.Thread):
     """A tracker, and the thread that feeds it.
 
     Args:
-        name: The tracker's name.
-        kind: The tracker.
-        run: The run.
-        round: The last round that the run has; what the tracker got after that is of no more use.
-        ledger: How far the trackers are.
+        round: The last round that the run has; later rounds that the tracker has are obsolete.
     """
 
     def __init__(self, name: str, kind: type[Tracker], run: TrackedRun, round: int, ledger: _Ledger) -> None:
@@ -156,7 +151,7 @@ class _Sender(threading.Thread):
         self._is_started = False
 
     def send(self, round: int, values: Values) -> None:
-        """Hands over the values of a round; those of one that the tracker has are ignored."""
+        """Queues the values of a round; ignores a round that the tracker already has."""
         if round <= self._run_description.round or not values:
             return
         if not self._is_started:
@@ -166,18 +161,16 @@ class _Sender(threading.Thread):
             self._queue.put((round, values))
 
     def end(self, *, failed: bool) -> None:
-        """Says that nothing more comes."""
         self._queue.put(failed)
 
     def wait(self, seconds: float) -> float:
-        """Waits for the tracker's end, and returns what is left of `seconds`."""
+        """Waits for the tracker to finish, and returns what is left of `seconds`."""
         started = time.monotonic()
         if self._is_started:
             self.join(seconds)
         return max(0.0, seconds - (time.monotonic() - started))
 
     def run(self) -> None:
-        """Feeds the tracker until it fails or nothing more comes."""
         try:
             self._feed()
         except BaseException as error:  # also a SystemExit of a library, which would end the thread in silence
@@ -197,7 +190,7 @@ class _Sender(threading.Thread):
 
 
 def for_comparison(config: Config, group: str) -> Config:
-    """Returns the config of one run of a comparison: its tracked run is in a group, and has a name of its own."""
+    """Returns the config of one run of a comparison, with a group and a run name for the trackers."""
     tracking = config.tracking
     if not tracking.trackers:
         return config

@@ -9,10 +9,9 @@ from fedguild.tracking import Begun, TrackedRun
 
 
 class TensorBoard:
-    """Writes event files; TensorBoard then shows every run below a folder, named after its own.
+    """Writes event files; TensorBoard shows every run below a folder under its folder's name.
 
-    Events have no project, name, group or tags. TensorBoard ignores what a run wrote before it went back to an earlier
-    round.
+    Events have no project, name, group or tags.
     """
 
     PACKAGE: ClassVar[str] = "tensorboard"
@@ -22,7 +21,7 @@ class TensorBoard:
     _writer: Any
 
     def begin(self, run: TrackedRun) -> Begun:
-        """Opens a new event file, whose first event makes TensorBoard drop what others have after `run.round`."""
+        """Opens a new event file, whose first event makes TensorBoard drop values of the others after `run.round`."""
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run.folder / "tensorboard"

@@ -14,7 +14,8 @@ from fedguild.tracking import Begun, TrackedRun
 class Trackio:
     """Logs rounds as the steps of a Trackio run.
 
-    Trackio knows a run by its name, so a part of the id ends it. It has no tags; they are a key of the run's config.
+    Trackio identifies a run by its name, so the name ends with part of the id. It has no tags; they are a key of the
+    run's config.
     """
 
     PACKAGE: ClassVar[str] = "trackio"

@@ -14,8 +14,8 @@ from fedguild.tracking import Begun, TrackedRun
 class Wandb:
     """Logs rounds as the steps of a wandb run.
 
-    Only the values are sent: no console output, no code, no figures of the machine. wandb's own environment variables
-    hold (`WANDB_MODE`, `WANDB_ENTITY`, `WANDB_BASE_URL`, …).
+    Only the values are sent: no console output, no code, no system metrics. wandb's own environment variables apply
+    (`WANDB_MODE`, `WANDB_ENTITY`, `WANDB_BASE_URL`, …).
     """
 
     PACKAGE: ClassVar[str] = "wandb"
@@ -28,7 +28,7 @@ class Wandb:
         """Begins a run, or continues it by its id.
 
         Raises:
-            RuntimeError: it would have to ask for a login.
+            RuntimeError: wandb would ask for a login.
         """
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb

@@ -1,4 +1,4 @@
-"""The content of a page as parts with named entries, of which a reader takes what has changed since it last looked."""
+"""The content of a page as parts with named entries; a reader takes what changed since it last looked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Board:
         self._closed = False
 
     def put(self, part: str, key: str | int, value: Any) -> None:
-        """Sets an entry; does nothing if it has that value already."""
+        """Sets an entry; a value that it already has is no change."""
         with self._changed:
             entries = self._parts.setdefault(part, {})
             known = entries.get(str(key))
@@ -34,7 +34,7 @@ class Board:
             return self._parts.get(part, {}).get(str(key), (0, None))[1]
 
     def keep(self, part: str, number: int) -> None:
-        """Drops a part's oldest entries beyond a number; readers drop theirs by themselves."""
+        """Drops a part's oldest entries beyond a number. Readers drop theirs on their own."""
         with self._changed:
             entries = self._parts.get(part, {})
             for key in list(entries)[: max(0, len(entries) - number)]:
@@ -53,7 +53,6 @@ class Board:
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Ends all waiting, for good."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -63,14 +62,14 @@ class Board:
         return self._closed
 
     def wait(self, version: int, seconds: float) -> bool:
-        """Waits until there is something newer than a version; returns whether there is."""
+        """Waits for a version newer than the given one; returns whether there is one."""
         with self._changed:
             return self._changed.wait_for(lambda: self._closed or self.version != version, seconds) and (
                 self.version != version
             )
 
     def since(self, epoch: int = -1, version: int = 0) -> dict[str, Any]:
-        """Returns what has changed since a version of an epoch: `epoch`, `version`, `reset` and `parts`."""
+        """Returns the changes since a version of an epoch: `epoch`, `version`, `reset` and `parts`."""
         with self._changed:
             reset = epoch != self.epoch
             after = 0 if reset else version

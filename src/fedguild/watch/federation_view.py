@@ -1,4 +1,4 @@
-"""A federation's server folder as the parts of a page: the run, its clients' keys, and what the audit log says."""
+"""A federation's server folder as the parts of a page: the run, its clients' keys and the audit log."""
 
 from __future__ import annotations
 
@@ -33,7 +33,6 @@ class FederationView(RunView):
 
     Args:
         state: The server's state folder; it need not exist yet.
-        board: Receives the parts.
     """
 
     def __init__(self, state: Path, board: Board) -> None:

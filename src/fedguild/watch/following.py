@@ -1,4 +1,4 @@
-"""Following a folder: what it is, and a thread that reads its files as they grow."""
+"""Following a folder: what kind it is, and a thread that reads its files as they grow."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ StateOf = Callable[[Path], Path | None]
 
 
 def no_server(folder: Path) -> None:
-    """Takes no folder for a federation's server folder."""
+    """The default of `state_of`: no folder is a federation's server folder."""
 
 
 class View(Protocol):
@@ -40,10 +40,10 @@ class View(Protocol):
 
 
 def view_of(folder: Path, board: Board, state_of: StateOf = no_server) -> View | None:
-    """Returns the view of a folder: a federation, a run, or a folder of runs; None while it is none of them.
+    """Returns the view of a folder: a federation, a run, or a folder of runs; None if it is none of them yet.
 
     Raises:
-        ConfigError: it is a federation's server folder with a wrong server.yaml.
+        ConfigError: it is a federation's server folder with an invalid server.yaml.
     """
     if (state := state_of(folder)) is not None:
         return FederationView(state, board)
@@ -57,12 +57,12 @@ def view_of(folder: Path, board: Board, state_of: StateOf = no_server) -> View |
 
 
 class Follower:
-    """Keeps a board in step with a folder, in a thread of its own.
+    """Keeps a board in step with a folder, in its own thread.
 
     Args:
         folder: The folder; it need not exist yet.
-        poll_seconds: How often its files are looked at.
-        state_of: Tells a federation's server folder.
+        poll_seconds: Interval between looks at the files.
+        state_of: Returns the run's state folder if a folder is a federation's server folder.
     """
 
     def __init__(self, folder: Path, poll_seconds: float = POLL_SECONDS, state_of: StateOf = no_server) -> None:
@@ -76,12 +76,11 @@ class Follower:
         self._thread = threading.Thread(target=self._follow, name=f"follow {folder}", daemon=True)
 
     def start(self) -> None:
-        """Begins to follow; returns once the folder was looked at."""
+        """Begins to follow; returns once the folder has been looked at."""
         self.refresh()
         self._thread.start()
 
     def stop(self) -> None:
-        """Stops following, for good."""
         self._stop.set()
         self.board.close()
 

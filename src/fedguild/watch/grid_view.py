@@ -17,12 +17,10 @@ SCAN_SECONDS = 0.5
 class GridView:
     """The parts `page` and `runs` of a folder with runs below it.
 
-    A run's key is its number on the page, by which the page asks for it; nothing that the page sends is a path. The
-    written pages of comparisons and sweeps have numbers alike.
+    The page asks for a run by its number, never by a path; likewise for the pages of comparisons and sweeps.
 
     Args:
         folder: The folder; it need not exist yet.
-        board: Receives the parts.
         now: The clock, in seconds.
     """
 

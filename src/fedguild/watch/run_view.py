@@ -38,21 +38,19 @@ class ClientRow:
     Attributes:
         state: `idle`, `asked`, `training`, `delivered`, `unneeded`, `rejected`, `late` or `gone`.
         note: The reason for its state; empty if it needs none.
-        since: When it came into its state, seconds since 1970; None if that is not known.
-        rounds: Rounds in which it trained.
+        since: Start of its state, seconds since 1970; None if unknown.
+        rounds: Number of rounds in which it trained.
         last_round: The last of them.
-        loss: Mean loss of its last training; None where it is withheld.
-        seconds: Time of its last training; None alike.
-        upload_bytes: What it has sent.
-        download_bytes: What it has received.
-        training_flops: What it has spent; None where it is withheld.
-        peak_memory_bytes: The largest of its rounds; None where it was not measured.
-        rejected: How many of its uploads were not aggregated.
-        score: Its model's last score on its own examples; None if it was not scored.
-        epsilon: What it has spent of its privacy; None without differential privacy.
+        loss: Mean loss of its last training; None if withheld.
+        seconds: Time of its last training; None if withheld.
+        training_flops: Total so far; None if withheld.
+        peak_memory_bytes: The largest of its rounds; None if not measured.
+        rejected: Number of its uploads that were not aggregated.
+        score: Its model's last score on its own examples; None if not scored.
+        epsilon: Privacy spent so far; None without differential privacy.
         key: The state of its key, in a federation.
-        online: Whether it is connected; None if that is not known.
-        contact: When it last answered, seconds since 1970; None alike.
+        online: Whether it is connected; None if unknown.
+        contact: When it last answered, seconds since 1970; None if unknown.
     """
 
     budget: str = ""
@@ -75,7 +73,7 @@ class ClientRow:
     contact: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the row without what is not known."""
+        """Returns the row without unknown values."""
         return {name: value for name, value in vars(self).items() if value is not None and value != ""}
 
 
@@ -120,7 +118,6 @@ class RunView(FollowedRun):
 
     Args:
         folder: The run's folder; it need not exist yet.
-        board: Receives the parts.
         now: The clock, seconds since 1970.
     """
 
@@ -138,7 +135,6 @@ class RunView(FollowedRun):
         return self._clients
 
     def refresh(self) -> bool:
-        """Reads what is new; returns whether there is more to read already."""
         changed = self.read_config()
         records, began = self.records.read()
         if began and self._rounds:
@@ -164,7 +160,6 @@ class RunView(FollowedRun):
         self._events.close()
 
     def row(self, client: int) -> ClientRow:
-        """Returns a client's row to be changed."""
         self._touched.add(client)
         row = self._clients.get(client)
         if row is None:
@@ -410,7 +405,7 @@ class RunView(FollowedRun):
             self._busy.discard(client)
 
     def _calm(self, state: str, only: tuple[str, ...] = ()) -> None:
-        """Ends what the clients did in a round; those that are gone for good stay so."""
+        """Resets the clients' states after a round, except for those that have left for good."""
         for client, row in self._clients.items():
             if row.state != "gone" and row.state != state and (not only or row.state in only):
                 changed = self.row(client)
@@ -503,7 +498,7 @@ class RunView(FollowedRun):
 
 
 def _dealt(config: Mapping[str, Any]) -> list[str]:
-    """Returns each client's budget as the config deals them; empty if that cannot be told."""
+    """Returns each client's budget as the config assigns them; empty if unknown."""
     from fedguild.config.federation import FederationSettings
 
     try:
@@ -514,13 +509,12 @@ def _dealt(config: Mapping[str, Any]) -> list[str]:
 
 
 def _by_round(points: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Returns (round, score) in the order of the rounds; of a round that was scored twice the last."""
+    """Returns (round, score) in the order of the rounds; the last score of a round that was scored twice."""
     latest: dict[int, Any] = {point[0]: point[1] for point in points}
     return [[number, latest[number]] for number in sorted(latest)]
 
 
 def _finite(value: float | None) -> float | None:
-    """Returns a number that is finite; None for others."""
     return value if value is not None and math.isfinite(value) else None
 
 

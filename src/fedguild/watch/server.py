@@ -1,8 +1,8 @@
-"""The page's server: this machine alone, read-only, with nothing but the standard library.
+"""The page's server: local, read-only, standard library only.
 
 It listens on 127.0.0.1, answers GET and HEAD, and refuses requests under another host's name (DNS rebinding) or from
-another site's page. The address holds a secret, since a run's folder is closed to the machine's other users. A request
-names a run by its number, never by a path.
+another site's page. The address contains a secret, because other users of the machine may not read the run's folder. A
+request names a run by its number, never by a path.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class WatchServer(ThreadingHTTPServer):
     Args:
         folder: A run, a comparison, a federation's server folder or a folder of runs; it need not exist yet.
         port: The port; 0 for any that is free.
-        state_of: Tells a federation's server folder.
+        state_of: Returns the run's state folder if a folder is a federation's server folder.
 
     Raises:
         FedGuildError: the port is taken.
@@ -85,12 +85,12 @@ class WatchServer(ThreadingHTTPServer):
 
     @property
     def hosts(self) -> frozenset[str]:
-        """The values of `Host` that are answered."""
+        """The accepted values of the header `Host`."""
         return frozenset(f"{name}:{self.server_port}" for name in (LOOPBACK, "localhost"))
 
     @property
     def base(self) -> str:
-        """The path below which everything is."""
+        """The path below which everything is served."""
         return f"/{self._key}/"
 
     @property
@@ -98,12 +98,12 @@ class WatchServer(ThreadingHTTPServer):
         return f"http://{LOOPBACK}:{self.server_port}{self.base}"
 
     def begin(self) -> None:
-        """Follows the folder, and serves in a thread of its own."""
+        """Starts the follower and a thread that serves."""
         self.follower.start()
         threading.Thread(target=self.serve_forever, args=(0.05,), name="watch", daemon=True).start()
 
     def end(self) -> None:
-        """Lets the open pages receive what they have not, for a moment; then stops."""
+        """Gives open pages a moment to receive what they lack, then stops."""
         self.follower.refresh()
         self.follower.stop()
         for cell in list(self._cells.values()):
@@ -116,7 +116,7 @@ class WatchServer(ThreadingHTTPServer):
         self.server_close()
 
     def follower_of(self, number: int | None) -> Follower | None:
-        """Returns what follows the folder, or the run with a number in it; None if there is no such run."""
+        """Returns the follower of the folder, or of the run with a number in it; None if there is no such run."""
         if number is None:
             return self.follower
         view = self.follower.view
@@ -133,7 +133,7 @@ class WatchServer(ThreadingHTTPServer):
             return self._cells[number]
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing: a page that was closed breaks its connection."""
+        """Stays silent: a page that is closed breaks its connection."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -156,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = _refuse_method  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing: the terminal is the run's."""
+        """Stays silent: the terminal belongs to the run."""
 
     def _answer(self, *, body: bool) -> None:
         server = self.server
@@ -195,7 +195,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(HTTPStatus.OK, page, "text/html; charset=utf-8")
 
     def _may_ask(self) -> bool:
-        """Whether a request is not another site's; a link to the page, which a user follows, may be anywhere."""
+        """Refuses requests from other sites. A link to the page, which a user follows, may be anywhere."""
         origin, site = self.headers.get("Origin"), self.headers.get("Sec-Fetch-Site", "none")
         if origin is not None and origin.removeprefix("http://") not in self.server.hosts:
             return False
@@ -206,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._written(getattr(follower.view, "folder", follower.folder) / REPORT_FILE)
 
     def _group_page(self, number: int) -> None:
-        """Sends the page of a comparison or of a sweep that has a number."""
+        """Sends the page of a comparison or sweep by its number."""
         view = self.server.follower.view
         if not isinstance(view, GridView) or number >= len(view.pages):
             self._send(HTTPStatus.NOT_FOUND, b"There is nothing here.\n")
@@ -215,7 +215,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._written(view.folder / page.place / page.file)
 
     def _written(self, path: Path) -> None:
-        """Sends a page that a run has written, without a right to run scripts."""
+        """Sends a page that a run has written, without permission to run scripts."""
         try:
             content = path.read_bytes()
         except OSError:
@@ -224,7 +224,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(HTTPStatus.OK, content, "text/html; charset=utf-8", {"Content-Security-Policy": _REPORT_POLICY})
 
     def _stream(self, follower: Follower) -> None:
-        """Sends what the page has not seen, then every change as it comes, until either side ends it."""
+        """Sends what the page has not seen, then every change as it comes, until either side closes."""
         if len(self.server.streams) >= STREAMS:
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, b"Too many pages are open.\n")
             return
@@ -280,7 +280,7 @@ def _json(value: Any) -> bytes:
 
 
 def _last_event(identifier: str) -> tuple[int, int]:
-    """Returns the epoch and version that a page knows; those of nothing where it does not say."""
+    """Returns the epoch and version that a page has; those of an empty page if it names none."""
     found = re.fullmatch(r"(\d{1,9})-(\d{1,12})", identifier)
     return (int(found[1]), int(found[2])) if found else (-1, 0)
 

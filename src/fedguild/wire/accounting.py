@@ -37,8 +37,6 @@ class Traffic:
     """Bytes that one client received and sent in one round.
 
     Attributes:
-        round: The round.
-        client: The client's index.
         download_by_part: Part -> bytes from the server to the client.
         upload_by_part: Part -> bytes from the client to the server; empty without an upload.
     """
@@ -50,16 +48,14 @@ class Traffic:
 
     @property
     def download_bytes(self) -> int:
-        """Bytes from the server to the client."""
         return sum(self.download_by_part.values())
 
     @property
     def upload_bytes(self) -> int:
-        """Bytes from the client to the server."""
         return sum(self.upload_by_part.values())
 
     def __add__(self, other: Traffic) -> Traffic:
-        """Returns the bytes of two attempts of one client in one round."""
+        """Adds another attempt of the same client in the same round."""
         down, up = (
             {part: first.get(part, 0) + second.get(part, 0) for part in sorted({*first, *second})}
             for first, second in (
@@ -71,7 +67,7 @@ class Traffic:
 
 
 def count_traffic(round: int, client: int, download: Payload, upload: Payload | None, codec: Codec = "fp32") -> Traffic:
-    """Returns the traffic of a client's download and of its upload, where one arrived, as the codec writes them."""
+    """Counts a client's download and its upload, if one arrived, as the codec writes them."""
     sent, received = (
         {} if payload is None else bytes_by_part(shrunk_shapes(payload, codec)) for payload in (download, upload)
     )

@@ -41,7 +41,7 @@ def decode(data: bytes, source: str = "A payload") -> Payload:
     """Returns the payload that `encode` wrote, its tensors on the CPU and sorted by name.
 
     Args:
-        source: Description of their origin for error messages.
+        source: Where the bytes come from, for error messages.
 
     Raises:
         UploadError: the bytes are cut off, damaged, or something else.
@@ -81,7 +81,7 @@ def shrink(payload: Payload, codec: Codec) -> Payload:
 
 
 def expand(payload: Payload) -> Payload:
-    """Returns the payload that was passed to `shrink`, its values rounded, whatever the codec was.
+    """Undoes `shrink`, whatever the codec was; the values stay rounded.
 
     Raises:
         UploadError: a scale is missing or does not fit; the payload may come from an untrusted peer.

@@ -1,11 +1,11 @@
 """Schema of every message between the server and a client: bounded, typed, checked before anything uses it.
 
 A message is a header (JSON) and a body (an encoded payload, `fedguild.wire.codec`). `read_header` checks the header's
-size, nesting and fields; what the header carries beside them, its metadata, has a model for every kind of answer
-(`HelloAnswer`, `TrainAnswer`, `ScoreAnswer`, `DeliverAnswer`) and of request (`Request`, `ScoreRequest`). Keys that no
-model names are never read. Text that is shown or recorded is without control characters.
+size, nesting and fields. The rest of the header is its metadata. It has a model for every kind of answer
+(`HelloAnswer`, `TrainAnswer`, `ScoreAnswer`, `DeliverAnswer`) and of request (`Request`, `ScoreRequest`); keys that no
+model names are never read. Text that is shown or recorded has no control characters.
 
-The process that forwards a client's messages only forwards them, so this module needs no torch.
+The process that forwards a client's messages does nothing else, so this module must not import torch.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ Metric = Annotated[float, Field(ge=-LARGEST_METRIC, le=LARGEST_METRIC, allow_inf
 
 
 class _Part(BaseModel):
-    """A part of a message. Numbers are not read out of text, nor whole numbers out of fractions."""
+    """A part of a message. Strict: no number is parsed from text, no integer from a fraction."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", protected_namespaces=())
 
 
 class Header(_Part):
-    """Everything of a message but its body; `fedguild.engines.flower.message.Message` says what the fields mean."""
+    """Everything of a message except its body; `fedguild.engines.flower.message.Message` documents the fields."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
@@ -70,7 +70,7 @@ class Header(_Part):
 
 
 class Request(_Part):
-    """What every request of the server carries: the run's config, which `fedguild.config` checks."""
+    """The metadata of every request: the run's config, which `fedguild.config` checks."""
 
     config: dict[str, Any]
 
@@ -95,7 +95,7 @@ class SecureSession(_Part):
 
 
 class SecureRequest(Request):
-    """A step of a secure aggregation; the body has its arrays, whose form the client's session checks."""
+    """A step of a secure aggregation; the body holds its arrays, whose form the client's session checks."""
 
     session: SecureSession
     step: Literal["join", "share", "check", "weigh", "open_weights", "send", "agree", "open"]
@@ -113,11 +113,7 @@ class HelloAnswer(_Part):
     """A client's description of itself.
 
     Attributes:
-        budget: Name of its budget.
-        sizes: Its examples.
-        fedguild: Its version of FedGuild.
         model: Digest of its backbone's form (`fedguild.federation.trainer_service.model_digest`).
-        torch: Its version of torch.
         backbone_loads: How often its trainer has loaded the backbone.
         summary: All of this for the operator, in a phrase.
     """
@@ -135,11 +131,9 @@ class TrainAnswer(_Part):
     """The report of a client's training (`fedguild.engines.client_report.ClientReport`).
 
     Attributes:
-        steps: Optimizer steps.
         tokens: Training tokens, padding excluded.
         examples: Examples seen, repeats counted.
         loss: Mean loss, nats per response token.
-        seconds: Training time.
         frequency: [L, M] share of its tokens that activated each expert; None for a dense model.
         peak_memory_bytes: Peak memory of its cohort; None where it was not measured.
         backbone_loads: How often its trainer has loaded the backbone.
@@ -186,7 +180,7 @@ class Score(_Part):
 
 
 class ScoreAnswer(_Part):
-    """The scores of one client: one record, of the round, scope and split that were asked for, in its own name."""
+    """One client's score, for the round, scope and split that were asked for."""
 
     records: list[Score] = Field(min_length=1, max_length=1)
 
@@ -194,7 +188,7 @@ class ScoreAnswer(_Part):
         """Returns the record.
 
         Raises:
-            UploadError: it is about something else than what this client was asked for.
+            UploadError: it does not match what this client was asked for.
         """
         record = self.records[0]
         wanted = {"name": client, "round": round, "scope": scope, "split": split}
@@ -205,7 +199,7 @@ class ScoreAnswer(_Part):
 
 
 class DeliverAnswer(_Part):
-    """The place and form of the model that a client took home."""
+    """Path and format of the model that a client saved for itself."""
 
     folder: Text
     form: Text
@@ -233,7 +227,7 @@ def read_header(header: str) -> Header:
 
 
 def read_metadata(model: type[_Model], metadata: Mapping[str, Any], fault: str) -> _Model:
-    """Returns what a message carries beside its header's own fields.
+    """Returns what a message carries besides the fields of its header.
 
     Args:
         fault: How the error message begins.
@@ -254,7 +248,7 @@ def _validated(model: type[_Model], values: Any, fault: str) -> _Model:
 
 
 def _depth(values: Any) -> int:
-    """Returns how many objects and arrays are nested in each other, level by level and without recursion."""
+    """Returns the depth of nested objects and arrays, without recursion."""
     depth, level = 0, [values]
     while level:
         level = [

@@ -1,8 +1,8 @@
 """Metrics of generated answers: one file per metric, and `METRICS`, which finds these and those of other packages.
 
-A metric is a function of the generated text and the reference that returns a number, from 0 (wrong) to
-1 (equal to the reference). A module in this folder defines it as `score`, and the file's name is the metric's
-name; a metric of another package has the name of its entry point in the group `fedguild.metrics`.
+A metric is a function of the generated text and the reference that returns a number, from 0 (wrong) to 1 (equal to the
+reference). A module in this folder defines it as `score`, and the file's name is the metric's name. A metric of another
+package is an entry point in the group `fedguild.metrics`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ METRICS = Plugins("metric", "fedguild.evaluation.metrics", "fedguild.metrics", _
 
 
 def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
-    """Returns the metrics that a config asks for, by name, in their order.
+    """Returns the metrics that a config asks for, by name.
 
     Raises:
         ConfigError: a name is unknown, or its package is broken.

@@ -11,8 +11,8 @@ from fedguild.evaluation.metrics import exact_match
 def score(prediction: str, reference: str) -> float:
     """Returns the F-measure of ROUGE-L, from 0 to 1, without stemming.
 
-    rouge-score sees Latin letters and digits only, so a reference of other characters would
-    always score 0; texts that match exactly score 1 whatever they are written in.
+    rouge-score sees Latin letters and digits only, so a reference in other characters would always score 0. Texts that
+    match exactly score 1 in any script.
     """
     if exact_match.score(prediction, reference):
         return 1.0
