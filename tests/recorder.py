@@ -2,17 +2,19 @@
 
 Record on the old code, record on the new code on the same machine, compare:
 
-    python -m tests.recorder record OLD.json [--only METHOD ...] [--jobs N]
+    python -m tests.recorder record OLD.json [--only METHOD ...] [--jobs N] [--engines]
     python -m tests.recorder compare OLD.json NEW.json [--limit N]
 
 Every method runs for a few rounds under small settings: on the embedded model, on a random mixture-of-experts
-model with the option variants that take other paths, and on Switch and a dense Llama where it supports them. Of each
-round are stored the server state, each client's download, upload and memory (a digest of dtype, shape and bytes for a
-tensor, the value of a scalar) and the records of metrics.jsonl without timings, payload sizes among them. Two more
-cases hold the defaults of all settings and what every shipped preset resolves to.
+model with the option variants that take other paths, and on Switch and a dense Llama where it supports them. It runs
+with every protection as well: secure sums, a robust mean, and differential privacy of either unit. Of each round are
+stored the server state, each client's download, upload and memory (a digest of dtype, shape and bytes for a tensor,
+the value of a scalar), the models that are scored, and the records of metrics.jsonl without timings, payload sizes
+among them. Two more cases hold the defaults of all settings and what every preset of 0.3 resolves to.
 
-A fact is named `round/what/who/name`, for example `2/upload/client-001/adapter/…lora_A`. A case that fails is
-recorded with its error. `compare` exits with 1 where anything differs. `RENAMED` and `EXPECTED` say what may.
+A fact is named `round/what/who/name`, for example `2/upload/client-001/adapter/…lora_A`. What a method refuses is
+recorded with the message, a case that fails with its error. `compare` exits with 1 where anything differs. `RENAMED`
+and `EXPECTED` say what may.
 
 The package is imported where it is needed: `compare` works without it, and a module that has moved fails the cases
 that use it, no others.
@@ -23,6 +25,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -33,11 +36,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import pytest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,20 +50,15 @@ if TYPE_CHECKING:
 Facts = dict[str, str]
 """`round/what/who/name` -> a digest, or a value as JSON."""
 
-RENAMED: dict[str, str] = {"memory/held/": "memory/received/"}
+RENAMED: dict[str, str] = {}
 """Regular expression for the beginning of `what/name` in the old recording -> its replacement, for names that changed
-on purpose, for example `{"state/pool/": "state/experts/"}`. A state's `adapter/` needs no entry.
+on purpose, for example `{"state/pool/": "state/experts/"}`.
 """
-EXPECTED: dict[str, str] = {
-    "fed[ap]*: */record/client-*/rank": "without LoRA the rank is 0; 0.1.0 wrote the rank of a plan that had none",
-    "*: */evaluation/metrics": "a new setting",
-    "flame, sgd: *": "SGD rounds each operation by itself, where torch fused a product and a sum (decision 0022)",
-    "presets: 0/preset/fedsa-lora:*": "a new method",
-    "presets: 0/preset/rolora:*": "a new method",
-}
+EXPECTED: dict[str, str] = {}
 """Pattern of `case: round/what/who/name` (as a shell's) -> why this differs on purpose."""
 
-STATE, DOWNLOAD, UPLOAD, MEMORY, RECORD = "state", "download", "upload", "memory", "record"
+STATE, DOWNLOAD, UPLOAD, MEMORY, RECORD, REFUSAL = "state", "download", "upload", "memory", "record", "refusal"
+"""What facts are about; those about a scored model are named by its scope, `client` for a client's own."""
 MEASURED = ("seconds", "phase_seconds", "peak_memory_bytes", "seal")
 """The fields of records that depend on the machine and the moment; a seal is a digest of a line with its times."""
 DIGEST_DIGITS = 16
@@ -105,6 +105,7 @@ SHORT: Mapping[str, Any] = {
     "evaluation": {
         "every": 2,
         "clients": True,
+        "trained": True,
         "received": True,
         "pooled": True,
         "perplexity": True,
@@ -119,8 +120,14 @@ RANDOM_MODEL: Mapping[str, Any] = {
     "training": {"optimizer": "adam", "learning_rate": 0.02},
 }
 """The settings that the embedded model's presets bring along."""
+LITTLE_SCORED = {"evaluation": {"eval_on_start": False, "max_examples": 1, "pooled": False, "perplexity": False}}
 HALF = {"federation": {"clients": 6, "rounds": 4, "client_fraction": 0.5}}
 ALONE = {"federation": {"cohort_size": 1}}
+
+FLOWER = {"federation": {"engine": {"name": "flower"}}, "evaluation": {"pooled": False}}
+FLOWER_SECURE = {**FLOWER, "federation": {**FLOWER["federation"], "secure": True, "secure_disclose": ["scores"]}}
+NOISE = {"unit": "client", "clip": 0.5, "noise_multiplier": 0.3, "public": ["scores"]}
+CENTRAL_NOISE = {**NOISE, "trust_model": "central"}
 
 _MOLE = {"rank": 2, "experts": 6, "active_experts": 2, "experts_per_client": 4, "embedding_share": 0.3}
 _MOLE |= {"scale_clients_per_expert": True}
@@ -338,8 +345,40 @@ CASES: dict[str, Case] = {
             "seed": 3,
         },
     ),
+    # Protections by themselves and together
+    "fedit, norm factor": Case(settings={"federation": {"norm_factor": 1.05}}),
+    "fedit, trimmed mean": Case(settings={"federation": {"aggregator": "trimmed_mean"}}),
+    "fedit, clipped": Case(settings={"federation": {"aggregator": "clipped", "max_update_norm": 40.0}}),
+    "fedit, secure noise": Case(settings={"federation": {"secure": True}, "privacy": NOISE}),
+    "ffa-lora, secret sampling": Case(
+        settings={"federation": {"client_fraction": 0.6}, "privacy": {**CENTRAL_NOISE, "sampling": "secret"}}
+    ),
+    "flame, norm factor": Case("olmoe", {"rank": 2}, {"federation": {"norm_factor": 1.05}}),
+    "flame, secure zeros": Case("olmoe", {"rank": 2}, {"federation": {"secure": True, "secure_unheld": "zeros"}}),
+    "hetlora, secure share": Case("olmoe", {"rank": 3}, {"federation": {"secure": True, "max_update_norm": 7.0}}),
+    # Real clients, by messages in this process
+    "fedit, flower": Case(settings=FLOWER),
+    "fedit, flower secure": Case(settings=FLOWER_SECURE),
+    "fedmoe, flower": Case("olmoe", _FEDMOE, FLOWER),
+    "flame, flower": Case("olmoe", {"rank": 2}, FLOWER),
+    "ub-smoe, flower": Case("olmoe", {"rank": 2}, FLOWER),
 }
 """A method's name, and after it the particulars -> the run. A method without a case runs as its preset says."""
+PROTECTED: dict[str, Mapping[str, Any]] = {
+    "secure": {"federation": {"secure": True, "secure_disclose": ["activation", "validation"]}},
+    "median": {"federation": {"aggregator": "median"}},
+    "central noise": {"privacy": CENTRAL_NOISE},
+    "local noise": {"privacy": NOISE},
+    "private examples": {"privacy": {**NOISE, "unit": "example", "public": ["sizes", "scores"]}},
+}
+"""With each of these every method runs once more."""
+ON_RAY = {"federation": {"engine": {"name": "ray"}}}
+ENGINES = {
+    "fedit, ray": Case(settings=ON_RAY),
+    "flame, ray": Case("olmoe", {"rank": 2}, ON_RAY),
+    "fedit, ray noise": Case(settings={**ON_RAY, "privacy": NOISE}),
+}
+"""The cases of `--engines`, which take longer."""
 
 
 def method_of(label: str) -> str:
@@ -349,19 +388,22 @@ def method_of(label: str) -> str:
 
 def config_settings(label: str, models: Path) -> dict[str, Any]:
     """Returns a case's settings, as its YAML file holds them."""
-    case = CASES.get(label, Case())
+    name = method_of(label)
+    case = {**CASES, **ENGINES}.get(label) or CASES.get(name, Case())
     ranks = RANKS.get(case.model, SMALL_RANKS)
     budgets = [
         {"name": f"b{number}", "active_experts": active, "rank": rank}
         for number, (active, rank) in enumerate(zip(ACTIVE[case.model], ranks, strict=True), start=1)
     ]
-    method = {"name": method_of(label), **case.options}
+    method = {"name": name, **case.options}
     settings = merged(SHORT, {"method": method, "model": {"dtype": "float32", "device": "cpu"}})
     if case.model == "embedded":
-        settings["extends"] = f"{method['name']}/tiny-tasks"
+        settings["extends"] = f"{name}/tiny-tasks"
     else:
         settings = merged(settings, merged(RANDOM_MODEL, {"model": {"path": str(models / case.model)}}))
-    return merged(settings, merged({"federation": {"budgets": budgets}}, case.settings))
+    settings = merged(settings, merged({"federation": {"budgets": budgets}}, case.settings))
+    protection = PROTECTED.get(label.removeprefix(f"{name}, "))
+    return merged(settings, merged(LITTLE_SCORED, protection)) if protection else settings
 
 
 def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -404,25 +446,35 @@ def save_models(folder: Path) -> Facts:
 
 def record_run(label: str, models: Path) -> Facts:
     """Runs a case in a folder of its own and returns its facts."""
-    from fedguild import experiment
+    from fedguild import experiment, scoring
     from fedguild.client.memory import ClientMemory
     from fedguild.config import load_config
     from fedguild.engines.local import LocalEngine
+    from fedguild.errors import ConfigError
     from fedguild.server import checkpoint
+    from fedguild.testing import drive
 
     experiment.write_report = lambda folder: folder / "report.html"  # which takes longer than the run
     facts: Facts = {}
-    with tempfile.TemporaryDirectory() as root:
+    with tempfile.TemporaryDirectory() as root, pytest.MonkeyPatch.context() as patch:
         path = Path(root) / "case.yaml"
         path.write_text(json.dumps(config_settings(label, models)))
-        config = load_config(str(path))
         folder = Path(root) / "run"
-        original = LocalEngine.train
-        LocalEngine.train = recording(original, facts)
+        patch.setattr(LocalEngine, "train", recording(LocalEngine.train, facts))
+        patch.setattr(scoring, "_models", recording_models(scoring._models, facts))
+        patch.setattr(scoring, "_scored", recording_models(scoring._scored, facts))
         try:
-            experiment.run(config, folder)
-        finally:
-            LocalEngine.train = original
+            config = load_config(str(path))
+            if config.federation.engine.name == "flower":
+                with redirect_stdout(io.StringIO()):
+                    driven = drive(config, folder, wait_seconds=600)
+                if driven.error is not None:
+                    raise driven.error
+                folder = driven.folder
+            else:
+                experiment.run(config, folder)
+        except ConfigError as refusal:
+            return {f"0/{REFUSAL}/config/message": refusal.message}
         clients = [f"client-{index:03d}" for index in range(config.federation.clients)]
         fingerprint = load_config(str(folder / "config.yaml")).fingerprint()
         for number in range(config.federation.rounds + 1):
@@ -449,6 +501,40 @@ def recording(train: Callable[..., Iterator[Any]], facts: Facts) -> Callable[...
             yield delivery
 
     return noting
+
+
+def recording_models(compute: Callable[..., Any], facts: Facts) -> Callable[..., Any]:
+    """Returns a function of the scoring that also notes the models that it returns or gets, by scope and round."""
+
+    @functools.wraps(compute)
+    def noting(*arguments: Any, **named: Any) -> Any:
+        result = compute(*arguments, **named)
+        models, scope, number = models_in([result, *arguments, *named.values()])
+        for name, _, deployment in () if scope == "pooled" else models:  # those received
+            prefix = f"{number}/{scope}/{name}"
+            facts.update(payload_facts(prefix, deployment.tensors, {"active_experts": deployment.plan.active_experts}))
+            facts.update(payload_facts(f"{prefix}/merged", deployment.merged, {}))
+        return result
+
+    return noting
+
+
+def models_in(values: Sequence[Any]) -> tuple[Sequence[Any], str, int]:
+    """Returns the models among a function's result and arguments, their scope and their round, wherever they stand."""
+    flat = [part for value in values for part in (value if is_where(value) else [value])]
+    models = next(value for value in flat if isinstance(value, list) and all(map(is_model, value)))
+    scope = next(value for value in flat if isinstance(value, str))
+    return models, scope, next(value for value in flat if isinstance(value, int))
+
+
+def is_where(value: Any) -> bool:
+    """Returns whether a value says what is scored: (scope, round, split)."""
+    return isinstance(value, tuple) and bool(value) and isinstance(value[0], str)
+
+
+def is_model(value: Any) -> bool:
+    """Returns whether a value is a model as the scoring names it: (name, budget, deployment)."""
+    return isinstance(value, tuple) and hasattr(value[-1], "merged")
 
 
 def are_tasks(argument: Any) -> bool:
@@ -547,11 +633,12 @@ WITHOUT_RUN: dict[str, Callable[[], Facts]] = {"defaults": defaults, "presets": 
 # Recording and comparing
 
 
-def record(output: Path, only: Sequence[str], jobs: int) -> None:
+def record(output: Path, only: Sequence[str], jobs: int, *, engines: bool) -> None:
     """Records the cases of some methods, or those with these labels (all by default), in so many processes."""
     from fedguild.methods import METHODS
 
-    known = dict.fromkeys([*WITHOUT_RUN, *CASES, *METHODS])
+    protected = [f"{method}, {protection}" for method in METHODS for protection in PROTECTED]
+    known = dict.fromkeys([*WITHOUT_RUN, *CASES, *METHODS, *protected, *(ENGINES if engines else ())])
     labels = [label for label in known if not only or {label, method_of(label)} & set(only)]
     os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
     started = time.perf_counter()
@@ -641,12 +728,10 @@ def facts_of(case: Mapping[str, Any], renamed: Mapping[str, str]) -> Facts:
 
 
 def normalised(fact: str, renamed: Mapping[str, str]) -> str:
-    """Returns a fact's name as of today: a renamed one's new name, a state's adapter without `adapter/`."""
+    """Returns a fact's name as of today."""
     round, what, who, name = fact.split("/", 3)
     for old, new in renamed.items():
         what, _, name = re.sub(f"^(?:{old})", new, f"{what}/{name}").partition("/")
-    if what == STATE:
-        name = name.removeprefix("adapter/")
     return "/".join((round, what, who, name))
 
 
@@ -658,13 +743,14 @@ def main() -> int:
     recorder.add_argument("output", type=Path)
     recorder.add_argument("--only", nargs="+", default=[], metavar="METHOD")
     recorder.add_argument("--jobs", type=int, default=1)
+    recorder.add_argument("--engines", action="store_true", help="Run on Ray, too.")
     comparer = commands.add_parser("compare")
     comparer.add_argument("old", type=Path)
     comparer.add_argument("new", type=Path)
     comparer.add_argument("--limit", type=int, default=40)
     arguments = parser.parse_args()
     if arguments.command == "record":
-        record(arguments.output, arguments.only, arguments.jobs)
+        record(arguments.output, arguments.only, arguments.jobs, engines=arguments.engines)
         return 0
     return compare(arguments.old, arguments.new, arguments.limit)
 
