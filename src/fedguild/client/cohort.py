@@ -1,8 +1,8 @@
 """The cohort: several clients that train together in one forward and backward pass.
 
-A client in a cohort gets the update that it would get alone (up to floating-point rounding):
-its loss is the mean over its own response tokens, its gradient is clipped by its own norm, its
-optimizer has its own state, and it stops after its own last step.
+A client in a cohort gets the update that it would get alone, up to floating-point rounding. Its loss is the mean over
+its own response tokens, its gradient is clipped by its own norm, its optimizer has its own state, and it stops after
+its own last step.
 """
 
 from __future__ import annotations
@@ -35,14 +35,7 @@ from fedguild.seeding import derive, numpy_rng
 
 @dataclass(frozen=True)
 class LocalWork:
-    """One client's input to a round.
-
-    Attributes:
-        client: The client.
-        examples: Its training examples, encoded.
-        download: The server's message to it.
-        memory: The client's memory from its last participation; empty if there is none.
-    """
+    """One client's input to a round; `memory` is what it kept at its last participation, empty if it has none."""
 
     client: ClientInfo
     examples: Sequence[Encoded]
@@ -55,13 +48,12 @@ class LocalReport:
     """Figures of a client's training.
 
     Attributes:
-        steps: Optimizer steps.
         tokens: Tokens seen in training, padding excluded.
         examples: Examples seen, repeats counted.
         loss: Mean loss over its response tokens, in nats.
         seconds: The cohort's training time times this client's share of its tokens.
-        withheld: Whether the client says none of this, except the steps where they follow from what is public; the
-            figures are 0 then.
+        withheld: Whether the client withholds all figures, which are 0 then, except steps that follow from what is
+            public.
     """
 
     steps: int = 0
@@ -74,7 +66,6 @@ class LocalReport:
     _loss_sum: float = field(default=0.0, repr=False)
 
     def add(self, other: LocalReport) -> None:
-        """Adds another training of the same client; the loss becomes the mean over the tokens of both."""
         self.steps += other.steps
         self.tokens += other.tokens
         self.examples += other.examples
@@ -95,13 +86,13 @@ class Cohort:
         seed: The run's seed.
         pad_id: Token id of padding.
         on_step: Called after each optimizer step with (steps done, total steps, mean loss; NaN where it is withheld).
-        keep_trained: Whether to copy what the training leaves, to be scored.
-        private: Each client's DP-SGD, in slot order, if the cohort trains with differential privacy per example. It is
-            then trained by `fedguild.client.training.train`, once, and in no other way.
+        keep_trained: Whether to copy the trained models for scoring.
+        private: Each client's DP-SGD, in slot order, if the cohort trains with differential privacy per example. It
+            must then be trained once, by `fedguild.client.training.train`, and in no other way.
 
     Attributes:
-        trained: With `keep_trained`, every client's adapter as its training left it, frozen tensors included; what
-            `leave` says where a method calls it. Empty before.
+        trained: With `keep_trained`, every client's adapter as its training left it, frozen tensors included; where a
+            method calls `leave`, what it passed. Empty before training.
     """
 
     def __init__(
@@ -152,7 +143,7 @@ class Cohort:
         self.kept[slot].update(tensors)
 
     def leave(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
-        """Says what a client's own model is right after its training, where that is not what its slot trained.
+        """Sets what a client's own model is right after its training, if that is not what its slot trained.
 
         It is kept only for scoring, as the argument `trained` of `Method.as_trained`.
         """
@@ -163,7 +154,6 @@ class Cohort:
         """Holds examples out of a client's training, the same ones in every round.
 
         Args:
-            slot: The client's slot.
             fraction: Fraction of its examples, rounded; at least one is held out and at least one is left.
             limit: Largest number of examples to hold out.
 
@@ -188,7 +178,7 @@ class Cohort:
         The observers of the MoE layers see each pass; yields the batch after it.
 
         Args:
-            examples: `examples[slot]`, the rows of every slot; may be empty for some.
+            examples: `examples[slot]`, the rows of every slot; some may be empty.
         """
         self.require_not_private("runs the model over examples beside the training")
         self.model.dropout.seed(None)
@@ -204,8 +194,8 @@ class Cohort:
     def afresh(self, plans: Sequence[AdapterPlan]) -> Iterator[Cohort]:
         """Yields the same clients in slots of other plans, for a separate training within the round.
 
-        Examples, batches and randomness are this cohort's; the optimizer is new. This cohort's own slots are closed for
-        good. The training is counted in `reports` and `routing`.
+        Examples, batches and randomness are this cohort's; the optimizer is new. This cohort's own slots cannot be used
+        afterwards. The training is counted in `reports` and `routing`.
 
         Args:
             plans: Each client's plan, in slot order.
@@ -259,7 +249,7 @@ class Cohort:
         Routing statistics are counted in `routing` during the iteration.
 
         Args:
-            most: Each client's largest number of optimizer steps, to shorten the round.
+            most: Upper limit of each client's optimizer steps, to shorten the round.
         """
         self.require_not_private("has a training loop of its own")
         plans = [
@@ -315,7 +305,7 @@ class Cohort:
             report.seconds = seconds * report.tokens / max(1, tokens)
 
     def read_losses(self) -> None:
-        """Adds the losses of an optimizer step's passes to the reports: all that the host waits for in a step.
+        """Adds the losses of an optimizer step's passes to the reports; the only point of a step where the host waits.
 
         By then the host has queued the whole step, its backward pass and update included.
         """
@@ -335,7 +325,7 @@ class Cohort:
             self._on_step(done, total, math.nan)
 
     def finish(self, seconds: float) -> None:
-        """Ends a training: dropout off, the models to be scored copied, the time shared among the clients."""
+        """Ends a training: turns dropout off, copies the models to be scored, and shares the time among the clients."""
         self.read_losses()
         self.model.dropout.seed(None)
         if self.keep_trained:
@@ -374,8 +364,8 @@ class Step:
     def forward(self, label_smoothing: float = 0.0) -> Tensor:
         """Returns [S], each client's part of its mean negative log-likelihood, in nats.
 
-        The mean is over the response tokens of the client's whole optimizer step, so the parts
-        of accumulated passes add up to it. A client that has finished gives 0.
+        The mean is over the response tokens of the client's whole optimizer step, so the parts of accumulated passes
+        add up to it. A client that has finished gives 0.
 
         Args:
             label_smoothing: See `SlotModel.token_losses`.
@@ -387,14 +377,14 @@ class Step:
         return sums / on_device([max(1, count) for count in self._targets], sums.device, sums.dtype)
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of [S] per-client losses; each client's reach its own slot only."""
+        """Adds the gradients of [S] per-client losses; each reaches its own slot only."""
         loss.sum().backward()
 
     def shares(self) -> Tensor:
         """Returns [S], this pass's part of the response tokens of each client's optimizer step.
 
-        They add up to 1 over accumulated passes, so that a regulariser that is a mean over a pass's tokens
-        weighs as much as the loss. A client that has finished gives 0.
+        They add up to 1 over accumulated passes, so a regulariser that is a mean over a pass's tokens weighs as much as
+        the loss. A client that has finished gives 0.
         """
         parts = [targets_of(rows) / max(1, whole) for rows, whole in zip(self._rows, self._targets, strict=True)]
         return on_device(parts, self.cohort.model.device)
@@ -423,7 +413,7 @@ class Step:
         self.cohort.optimizer.step(self._rates, updated)
 
     def _report(self, sums: Tensor, counts: list[int]) -> None:
-        """Counts a pass in the reports, given each client's sum of losses, which stay on the device for now."""
+        """Counts a pass in the reports; each client's sum of losses stays on the device for now."""
         for report, rows in zip(self.cohort.reports, self._rows, strict=True):
             report.tokens += sum(len(row.input_ids) for row in rows)
             report.examples += len(rows)
@@ -431,13 +421,10 @@ class Step:
 
 
 def sums_of_slots(losses: Tensor, counts: Sequence[int]) -> Tensor:
-    """Returns [S], the sum of each slot's losses.
+    """Returns [S], the sum of each slot's losses, which are [P], slot-major.
 
-    Off a CPU by as many operations for any number of slots, and in an order that repeats, which `index_add` is not.
-
-    Args:
-        losses: [P], slot-major.
-        counts: Each slot's number of them.
+    On a GPU the number of operations does not depend on the number of slots, and the order is deterministic, unlike
+    that of `index_add`.
     """
     if losses.device.type == "cpu":
         return torch.stack([part.sum() for part in losses.split(list(counts))])
@@ -456,5 +443,4 @@ def _padded_sums(losses: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def targets_of(rows: Sequence[Encoded]) -> int:
-    """Returns the number of tokens that the loss of these rows covers."""
     return sum(len(row.input_ids) - max(row.prompt_length, 1) for row in rows)

@@ -19,5 +19,4 @@ def fresh_seed(seed: int, count: int, client: ClientInfo) -> int:
 
 
 def fresh_adapter(model: ModelInfo, plan: AdapterPlan, seed: int) -> dict[str, Tensor]:
-    """Returns the initial adapter that a client draws by itself: LoRA's A random, B zero."""
     return initial_adapter(model, plan, torch_rng(seed, "adapter"))

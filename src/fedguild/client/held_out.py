@@ -1,4 +1,4 @@
-"""Losses on examples that clients hold out of their training, to choose between models of their own."""
+"""Losses on examples that clients hold out of their training, to choose between candidate models."""
 
 from __future__ import annotations
 
@@ -12,12 +12,7 @@ from fedguild.data.batches import Encoded, collate
 
 @torch.no_grad()
 def mean_losses(cohort: Cohort, examples: Sequence[Sequence[Encoded]]) -> list[float]:
-    """Returns every slot's mean negative log-likelihood over its response tokens, in nats; 0 where it has none.
-
-    Args:
-        cohort: The clients, their trainables loaded.
-        examples: `examples[slot]`, the rows of every slot.
-    """
+    """Returns every slot's mean negative log-likelihood over its response tokens, in nats; 0 if it has none."""
     size = cohort.settings.batch_size
     sums = torch.zeros(len(examples), dtype=torch.float64)
     counts = torch.zeros(len(examples), dtype=torch.float64)

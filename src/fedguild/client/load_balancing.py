@@ -17,16 +17,15 @@ from fedguild.model.moe.view import Routing
 def balance_loss(logits: Tensor, indices: Tensor, slot: Tensor, keep: Tensor | None, slots: int) -> Tensor:
     """Returns [S], M sum_i f_i P_i of each slot in one layer; 0 for a slot without tokens.
 
-    f_i is expert i's share of the slot's active (token, expert) pairs, which has no gradient, and P_i
-    the mean of its probability, the softmax over all experts. Its minimum is 1, at f = P = 1 / M, for any number of
-    active experts. Some implementations use counts instead of shares, a sum over a token's K experts that is K times as
-    large.
+    f_i is expert i's share of the slot's active (token, expert) pairs, which has no gradient. P_i is the mean of its
+    probability, the softmax over all experts. The minimum is 1, at f = P = 1 / M, for any number of active experts.
+    Some implementations use counts instead of shares, a sum over a token's K experts that is K times as large.
 
     Args:
         logits: [N, M] the router's logits, adapters included.
         indices: [N, k] active experts; M where nothing is active.
         slot: [N] slot of each token.
-        keep: [N] bool, False for padding; None where every token is real.
+        keep: [N] bool, False for padding; None if every token is real.
         slots: S.
     """
     p = probabilities(logits)
@@ -38,7 +37,7 @@ def balance_loss(logits: Tensor, indices: Tensor, slot: Tensor, keep: Tensor | N
 
 
 def z_loss(logits: Tensor, slot: Tensor, keep: Tensor | None, slots: int) -> Tensor:
-    """Returns [S], the mean of (log sum_i exp s_i)^2 over each slot's tokens in one layer; arguments as above."""
+    """Returns [S], the mean of (log sum_i exp s_i)^2 over each slot's tokens in one layer; see `balance_loss`."""
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return token_means(exact.logsumexp(dim=-1).square(), slot, keep, slots)
 
@@ -48,9 +47,6 @@ class LoadBalancing:
 
     The observer only stores logits and indices; the losses are computed outside the layers, so gradient checkpointing
     does not recompute them.
-
-    Args:
-        slots: S, the clients of the cohort.
     """
 
     def __init__(self, slots: int) -> None:
@@ -58,7 +54,6 @@ class LoadBalancing:
         self._seen: list[tuple[Tensor, Tensor, Tensor, Tensor | None]] = []
 
     def observe(self, routing: Routing) -> None:
-        """Stores one layer's routing without its input."""
         self._seen.append((routing.logits, routing.indices, routing.slot, routing.keep))
 
     def losses(self) -> tuple[Tensor, Tensor]:

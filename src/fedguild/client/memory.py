@@ -1,8 +1,8 @@
 """Client memory, kept on disk between rounds: written atomically, keyed by client and round, never sent.
 
 Examples are a private gate, a personal adapter or a learned output scale. A memory consists of named tensors and
-scalars like any payload, but never leaves the client's machine. A round reads only the memory of earlier rounds, so a
-round that was interrupted starts again from the same memory.
+scalars like any payload, but never leaves the client's machine. A round reads only the memory of earlier rounds, so an
+interrupted round starts again from the same memory.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ class ClientMemory:
     """The memories of a federation's clients: `FOLDER/CLIENT/round-00003.memory`.
 
     Args:
-        folder: Folder of the files; it need not exist. A real client has its own.
-        trained: Whether to keep beside them the models that the clients' training left.
+        folder: Folder of the files; it need not exist. Each real client has its own.
+        trained: Whether to keep the models that the clients' training left as well.
 
     Attributes:
-        trained: Those models, in the folder `trained` beside `folder`; None where they are not kept. No method sees
-            them: they are there to be scored.
+        trained: Those models, in the folder `trained` next to `folder`; None if they are not kept. No method sees them:
+            they are kept for scoring only.
     """
 
     def __init__(self, folder: Path, *, trained: bool = False) -> None:
@@ -68,9 +68,8 @@ class ClientMemory:
         """Removes the memories that no resume from `older_than_round` or later needs.
 
         For each client, the newest memory up to `older_than_round` and all newer ones are kept. Call it with the oldest
-        round of which a checkpoint is kept, and not while a client saves. The first call examines all clients, later
-        ones only those that may have more than one memory, so the cost of a round does not depend on the number of
-        clients.
+        round whose checkpoint is kept, and not while a client saves. The first call examines all clients, later ones
+        only those that may have more than one memory, so the cost of a round does not depend on the number of clients.
         """
         if self.trained is not None:
             self.trained.forget(older_than_round)

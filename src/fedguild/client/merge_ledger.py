@@ -1,16 +1,16 @@
 """Client half of merging: a site's ledger of the changes to its backbone, version by version, on disk.
 
-A download carries the versions that its client lacks, in the part `merge`
-(`merge/3/{module}.lora_A`), and two scalars: the newest version, and a digest of all of them. The ledger stores the
-received versions and returns the changes of all versions up to the newest, so that the backbone can be brought to the
-server's version (`Backbone.merged`). One ledger serves all clients of a site, since they share its backbone.
+A download carries the versions that its client lacks, in the part `merge` (`merge/3/{module}.lora_A`), and two scalars:
+the newest version, and a digest of all of them. The ledger stores the received versions and returns the changes of all
+versions up to the newest, which bring the backbone to the server's version (`Backbone.merged`). One ledger serves all
+clients of a site, since they share its backbone.
 
-The scalar `merge_folded` names a version up to which the changes are one dense change
-(`fedguild.model.folding`): a site that holds the factors folds them itself, any other receives it. What a dense change
-replaces is removed `KEPT` versions later, so that the ledger's size has a bound.
+The scalar `merge_folded` names a version up to which the changes are one dense change (`fedguild.model.folding`). A
+site that has the factors folds them itself; any other receives the dense change. What a dense change replaces is
+removed `KEPT` versions later, so that the ledger's size is bounded.
 
-A version that arrives again replaces the old one, and versions newer than the requested one are ignored. A round that
-is repeated, or a run that is resumed from an older checkpoint, therefore sees the same changes as the first time.
+A version that arrives again replaces the old one, and versions newer than the requested one are ignored. So a repeated
+round, or a run resumed from an older checkpoint, sees the same changes as the first time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def merge_version(payload: Payload) -> int:
 
 
 def by_version(merges: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
-    """Returns version -> name -> factor, versions in ascending order, of `{version}/{name}`."""
+    """Groups `{version}/{name}` as version -> name -> factor, versions in ascending order."""
     found: dict[int, dict[str, Tensor]] = {}
     for name, tensor in merges.items():
         version, _, rest = name.partition("/")
@@ -56,25 +56,25 @@ def by_version(merges: Mapping[str, Tensor]) -> dict[int, dict[str, Tensor]]:
 
 
 def up_to(merges: Mapping[str, Tensor], version: int) -> dict[str, Tensor]:
-    """Returns the changes of the versions up to one, of `{version}/{name}`: the very tensors."""
+    """Returns the changes up to a version, of `{version}/{name}`; the tensors are not copied."""
     return {name: tensor for name, tensor in merges.items() if int(name.partition("/")[0]) <= version}
 
 
 def without_merges(download: Payload) -> Payload:
-    """Returns a download without the changes of the backbone, for who gets them from a ledger."""
+    """Returns a download without the changes of the backbone, for clients that read them from a ledger."""
     kept = {name: value for name, value in download.tensors.items() if not name.startswith(f"{MERGE}/")}
     return Payload(kept, download.scalars)
 
 
 def reaches(merges: Mapping[str, Tensor], version: int) -> bool:
-    """Whether merges tell the changes up to a version: not if it was folded into a later one."""
+    """Whether merges have the changes up to a version: not if it was folded into a later one."""
     found = by_version(merges)
     dense = [number for number, tensors in found.items() if any(name.endswith(".change") for name in tensors)]
     return version >= max(dense, default=0)
 
 
 def digest(before: str, content: bytes) -> str:
-    """Returns the digest of a chain of versions: of the digest before, and of the newest version's bytes.
+    """Returns the digest of a chain of versions: of the digest before it and of the newest version's bytes.
 
     A dense change begins a new chain: its digest before is empty.
     """
@@ -89,10 +89,10 @@ class MergeLedger:
     """The versions that a site has received: `FOLDER/version-00003.merge`, and dense ones: `folded-00003.merge`.
 
     Args:
-        folder: Where the files are; it need not exist.
+        folder: Folder of the files; it need not exist.
 
     Attributes:
-        contents: Version -> the SHA-256 of its content, of what `receive` returned last.
+        contents: Version -> the SHA-256 of its content, for what `receive` last returned.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -101,7 +101,6 @@ class MergeLedger:
 
     @classmethod
     def beside(cls, memory: ClientMemory) -> MergeLedger:
-        """Returns the ledger of a site, in a folder beside its clients' memories."""
         return cls(memory.folder.parent / FOLDER)
 
     def receive(self, *downloads: Payload) -> dict[str, Tensor]:
@@ -180,12 +179,11 @@ class MergeLedger:
             self._remove(lambda is_dense, number: is_dense and number >= version)
 
     def _missing_for(self, dense: int) -> list[int]:
-        """Returns the versions without which a dense change cannot be folded; none if it is there."""
+        """Returns the versions that are missing to fold a dense change; none if it is already stored."""
         held = self._dense_up_to(dense)
         return [version for version in range(held + 1, dense + 1) if not self._path(version).exists()]
 
     def _fold(self, dense: int) -> None:
-        """Writes the dense change of all versions up to one."""
         held = self._dense_up_to(dense)
         paths = [self._path(held, dense=True)] if held else []
         paths += [self._path(version) for version in range(held + 1, dense + 1)]
@@ -193,11 +191,9 @@ class MergeLedger:
         write_sealed(self._path(dense, dense=True), content, aligned=True)
 
     def _dense_up_to(self, version: int) -> int:
-        """Returns the newest dense change that is stored, up to a version; 0 if there is none."""
         return max((number for is_dense, number in self._stored() if is_dense and number <= version), default=0)
 
     def _remove_before(self, dense: int) -> None:
-        """Removes what a dense change replaces; 0 stands for none."""
         self._remove(lambda is_dense, number: number < dense or (number == dense and not is_dense))
 
     def _remove(self, unwanted: Callable[[bool, int], bool]) -> None:
@@ -206,7 +202,7 @@ class MergeLedger:
                 self._path(stored[1], dense=stored[0]).unlink(missing_ok=True)
 
     def _stored(self) -> list[tuple[bool, int]]:
-        """Returns whether it is dense, and its version, of every file."""
+        """Returns (whether it is dense, version) of every file."""
         matches = (_FILE_NAME.fullmatch(path.name) for path in self.folder.glob("*.merge"))
         return [(match[1] == "folded", int(match[2])) for match in matches if match]
 

@@ -10,7 +10,6 @@ from fedguild.model.moe.view import MoeLayer, Routing
 
 @contextmanager
 def observing(layers: Sequence[MoeLayer], observer: Callable[[Routing], None]) -> Iterator[None]:
-    """Calls an observer with the routings of every pass inside the block."""
     for layer in layers:
         layer.observers.append(observer)
     try:

@@ -1,12 +1,12 @@
 """SGD, Adam and AdamW for all clients of a cohort at once, each with its own learning rate and step count.
 
-On a GPU with Triton, and on a CPU, one kernel of our own takes every step of Adam and AdamW
-(`model/kernels/adam.py`, `cpu_adam.py`). Everywhere else (SGD, MPS, a GPU without Triton, `FEDGUILD_KERNELS=none`) the
-same formulas are plain operations of torch. Each slot's rate, count and clipping factor, and the entries to leave out,
-are numbers that both read: a client that does not step keeps its weights and moments untouched, and so do the experts
-that it leaves out.
+On a GPU with Triton, and on a CPU, a fused kernel takes every step of Adam and AdamW (`model/kernels/adam.py`,
+`cpu_adam.py`). Everywhere else (SGD, MPS, a GPU without Triton, `FEDGUILD_KERNELS=none`) the same formulas are plain
+torch operations. Both read each slot's rate, count and clipping factor, and the entries to skip. A client that does not
+step keeps its weights and moments untouched, and so do the experts that it skips.
 
-A client gets the same bits in a cohort and alone, as every operation is of one element and rounded by itself.
+A client gets the same bits in a cohort and alone, because every operation works on one element and rounds it
+separately.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fedguild.model.kernels.adam_updates import NUMBERS, State, Update, step_num
 
 
 class SlotOptimizer:
-    """Optimizer state of all slots' trainables, created at the first step and anew in every round.
+    """Optimizer state of all slots' trainables, created at the first step and reset every round.
 
     Args:
         trainables: Name -> trainable of all slots.
@@ -42,7 +42,6 @@ class SlotOptimizer:
         self._factor: Tensor | None = None
 
     def zero_grad(self) -> None:
-        """Discards the gradients."""
         self._factor = None
         for trainable in self.trainables:
             trainable.stored.grad = None
@@ -72,9 +71,9 @@ class SlotOptimizer:
 
         Args:
             rates: Each slot's learning rate; None for a slot that does not step.
-            updated: Name -> [M, S] bool for a trainable stored as [M, S, …], whose other entries keep their
-                weights and moments; Adam's bias correction still counts the slot's steps, as in
-                `torch.optim.SparseAdam`. A name left out is updated as a whole.
+            updated: Name -> [M, S] bool for a trainable stored as [M, S, …], whose other entries keep their weights and
+                moments; Adam's bias correction still counts the slot's steps, as in `torch.optim.SparseAdam`. A name
+                that is missing is updated as a whole.
         """
         if not any(self.steps):
             self._allocate()
@@ -92,7 +91,7 @@ class SlotOptimizer:
             torch.autograd.graph.increment_version([self.trainables[index].stored for index in graded])
 
     def _allocate(self) -> None:
-        """Creates the moments, which passes that only compute gradients do not need."""
+        """Creates the moments, lazily: passes that only compute gradients need none."""
         is_adam = self.settings.optimizer != "sgd"
         has_first = is_adam or bool(self.settings.momentum)
         self.first = [torch.zeros_like(t.stored, requires_grad=False) for t in self.trainables] if has_first else []
@@ -104,7 +103,6 @@ class SlotOptimizer:
     def _update_by_kernel(
         self, rates: Sequence[float | None], graded: Sequence[int], masks: Mapping[int, Tensor], factor: Tensor | None
     ) -> None:
-        """Updates all slots that step, at once."""
         if kernels.language(self.trainables[0].stored.device) == "numba":
             from fedguild.model.kernels.cpu_adam import adam_step
         else:
@@ -129,7 +127,7 @@ class SlotOptimizer:
     def _update_by_torch(
         self, rates: Sequence[float | None], graded: Sequence[int], masks: Mapping[int, Tensor], factor: Tensor | None
     ) -> None:
-        """Updates one trainable after the other, for all slots that step."""
+        """Updates the slots that step, one trainable after the other."""
         settings = self.settings
         numbers = step_numbers(rates, self.steps, settings.betas, settings.eps, settings.weight_decay)
         by_slot = torch.tensor(numbers[NUMBERS:], dtype=self.trainables[0].stored.dtype).view(self.slots, NUMBERS)
@@ -162,12 +160,12 @@ class SlotOptimizer:
 
 
 def _move(tensor: Tensor, new: Tensor, where: Tensor) -> None:
-    """Gives a tensor new values where a mask, which is broadcast, is True."""
+    """Writes `new` where the mask, which is broadcast, is True."""
     torch.where(where, new, tensor, out=tensor)
 
 
 def _squares(grad: Tensor, axis: int) -> Tensor:
-    """Returns [S], the sum of each slot's squares; off a CPU in one reading, without a tensor of the squares."""
+    """Returns [S], the sum of each slot's squares; on a GPU without materialising the squares."""
     others = [other for other in range(grad.dim()) if other != axis]
     if not others or grad.device.type == "cpu":
         return grad.square().sum(others) if others else grad.square()

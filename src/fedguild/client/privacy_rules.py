@@ -23,10 +23,7 @@ class PrivacyRules:
     """What every client's guarantee follows from; the same on the server and on the clients.
 
     Attributes:
-        settings: The run's settings of privacy, of a unit other than none.
-        training: Its settings of training.
-        rounds: Its rounds.
-        clients: Its clients.
+        settings: The run's privacy settings, with a unit other than none.
         wanted: Uploads that a round wants.
     """
 
@@ -37,7 +34,7 @@ class PrivacyRules:
     wanted: int
 
     def check(self) -> None:
-        """Checks the settings against each other, and that the library is there.
+        """Checks the settings against each other, and that the privacy library is installed.
 
         Raises:
             ConfigError: they do not fit each other.
@@ -60,7 +57,6 @@ class PrivacyRules:
 
     @property
     def per_example(self) -> bool:
-        """Whether clients train by DP-SGD."""
         return self.settings.unit == "example"
 
     @property
@@ -74,11 +70,11 @@ class PrivacyRules:
         return self.per_example and self.sizes_are_public
 
     def said_examples(self, examples: int) -> int:
-        """Returns the number of training examples that a client says it has."""
+        """Returns the number of training examples that a client reports."""
         return examples if self.sizes_are_public else min(examples, WITHHELD_EXAMPLES)
 
     def said_steps(self, examples: int) -> int | None:
-        """Returns a round's optimizer steps where they follow from what is public; None where they do not."""
+        """Returns a round's optimizer steps if they follow from what is public, else None."""
         if self.training.steps is None and not self.sizes_are_public:
             return None
         return self.steps(examples)
@@ -88,7 +84,7 @@ class PrivacyRules:
         return self._release(self._sigma(examples), examples, rounds)
 
     def noise_multiplier(self, examples: int) -> float:
-        """Returns sigma, the noise's standard deviation over the clip norm, for a client with so many examples.
+        """Returns sigma, the noise's standard deviation over the clip norm, for a client with this number of examples.
 
         With a target epsilon it is solved for a client that takes part in every round.
 
@@ -98,16 +94,9 @@ class PrivacyRules:
         return self._sigma(examples if self.by_size else 0)
 
     def epsilon_of_all_rounds(self, examples: int) -> float:
-        """Returns the epsilon of a client that takes part in every round."""
         return epsilon([self.release(examples, self.rounds)], self.settings.delta)
 
     def dp_sgd(self, examples: int, noise: Noise) -> DpSgd:
-        """Returns a client's DP-SGD in a round.
-
-        Args:
-            examples: Its number of training examples.
-            noise: The noise of this client in this round.
-        """
         probability = self.probability(examples)
         divisor = self._batch if self.settings.sample_rate is not None else probability * examples
         sigma = self.noise_multiplier(examples)
@@ -120,7 +109,6 @@ class PrivacyRules:
         return min(1.0, self._batch / max(1, examples))
 
     def steps(self, examples: int) -> int:
-        """Returns a round's optimizer steps."""
         return steps_in_round(max(1, examples), self.training)
 
     def statement(self) -> list[str]:
@@ -181,7 +169,7 @@ class PrivacyRules:
         return _solved(self, examples if self.by_size else 0)
 
     def _release(self, sigma: float, examples: int, rounds: int) -> Release:
-        """Returns some rounds' release; a change of both neighbours' contributions is twice as large as of one."""
+        """Returns the release of some rounds; changing both neighbours' contributions doubles the sensitivity."""
         if self.per_example:
             return Release(sigma, rounds * self.steps(examples), self.probability(examples))
         if self.settings.trust_model == "local":

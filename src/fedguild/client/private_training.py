@@ -11,10 +11,10 @@ M. Abadi et al., "Deep Learning with Differential Privacy", CCS 2016, Algorithm 
 
 Symbols: T `steps`, q `probability`, C `clip`, sigma `noise_multiplier`, all of `DpSgd`.
 
-The slot axis gives line 3: the drawn examples run in microbatches in which each is a slot of its own, with its client's
-weights, so that one backward pass leaves every example its own gradient. Line 5 is a running sum, so memory depends on
-the microbatch (`training.batch_size`) and not on how many examples were drawn. The loss of an example is the mean over
-its own response tokens; that of the batch, over all its tokens, would couple the examples by its denominator.
+The slot axis gives line 3. The drawn examples run in microbatches, each in its own slot with its client's weights, so
+one backward pass gives every example its own gradient. Line 5 is a running sum, so memory depends on the microbatch
+(`training.batch_size`) and not on the number of drawn examples. The loss of an example is the mean over its own
+response tokens; the mean over all tokens of the batch would couple the examples by its denominator.
 """
 
 from __future__ import annotations
@@ -43,12 +43,11 @@ def train_privately(cohort: Cohort, penalty: Callable[[], Tensor] | None = None)
     """Trains every client of a cohort by its DP-SGD, one client after the other.
 
     Args:
-        cohort: The clients, their trainables loaded, and each client's DP-SGD.
-        penalty: Returns [S], a term of each client's loss that depends on the trainables alone. It tells nothing of
+        penalty: Returns [S], a term of each client's loss that depends on the trainables alone. It reveals nothing of
             the data, so its gradient is added after the noise.
 
     Raises:
-        ConfigError: the cohort has trained already, which the account does not hold.
+        ConfigError: the cohort has trained already, which the privacy accounting does not cover.
         DataError: a client has no examples.
     """
     if not cohort.private:
@@ -89,15 +88,15 @@ class _Client:
                 cohort.tell_step(step + 1, dp.steps)
 
     def _spread_weights(self, model: SlotModel, *, frozen: bool) -> None:
-        """Gives every example's slot the client's weights, the first time with those that never change."""
+        """Copies the client's weights to every example's slot; frozen ones only the first time."""
         for name, tensor in (model.loaded if frozen else model.trainables).items():
             spread(tensor, self.cohort.model.loaded[name].own(self.slot))
 
     def _clipped_sum(self, model: SlotModel, drawn: list[int], step: int) -> Gradients:
         """Lines 3 and 4: returns the sum of the clipped gradients of one microbatch.
 
-        An example's dropout mask is its own, whoever else was drawn: else one example would change the gradients of
-        others, and the sum by more than C.
+        An example's dropout mask does not depend on the other drawn examples. Otherwise one example would change the
+        gradients of others, and the sum by more than C.
         """
         cohort, rows = self.cohort, [self.examples[index] for index in drawn]
         idle = self.micro - len(rows)
@@ -142,7 +141,7 @@ class _Client:
 def clipped_sum(trainables: Mapping[str, SlotTensor], clip: float) -> Gradients:
     """Returns the sum over the slots of their gradients, each scaled to an L2 norm of at most `clip` over all tensors.
 
-    A slot whose gradient is not finite adds nothing: no example can add more than `clip`, whatever it is.
+    A slot whose gradient is not finite adds nothing: no example can add more than `clip`.
 
     Args:
         trainables: With gradients; all slots have the same shapes.
@@ -169,13 +168,12 @@ def clipped_sum(trainables: Mapping[str, SlotTensor], clip: float) -> Gradients:
 
 
 def _rows(tensor: SlotTensor, grad: Tensor) -> Tensor:
-    """Returns [S, ..], every slot's gradient of a tensor in a row, in fp64."""
     return grad.movedim(tensor.axis, 0).reshape(len(tensor.shapes), -1).to(torch.float64)
 
 
 @torch.no_grad()
 def spread(tensor: SlotTensor, value: Tensor) -> None:
-    """Sets every slot's tensor to the same value, at the slots' own shape."""
+    """Sets every slot's tensor to the same value."""
     every = tensor.stored.detach().movedim(tensor.axis, 0)
     every = every.transpose(-1, -2) if tensor.swapped else every
     every[(slice(None), *(slice(0, size) for size in value.shape))].copy_(value.expand(every.shape[0], *value.shape))
@@ -187,6 +185,6 @@ def _add(total: Gradients, more: Gradients) -> None:
 
 
 def _noisy_mean(total: Gradients, dp: DpSgd, step: int) -> Gradients:
-    """Line 5; every trained tensor gets noise, also one that no drawn example has a gradient in."""
+    """Line 5. Every trained tensor gets noise, even one in which no drawn example has a gradient."""
     noisy = with_noise(total, dp.noise_multiplier * dp.clip, dp.noise.child("step", step))
     return {name: value / dp.divisor for name, value in noisy.items()}

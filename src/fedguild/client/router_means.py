@@ -15,9 +15,8 @@ def token_means(values: Tensor, slot: Tensor, keep: Tensor | None, slots: int) -
     """Returns [S, ..], each slot's mean of `values` [N, ..] over its real tokens; 0 for a slot without any.
 
     Args:
-        values: A value, or several, of every token.
         slot: [N] slot of each token.
-        keep: [N] bool, False for padding; None where every token is real.
+        keep: [N] bool, False for padding; None if every token is real.
         slots: S.
     """
     real = torch.ones_like(slot) if keep is None else keep

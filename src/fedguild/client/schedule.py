@@ -13,7 +13,6 @@ from fedguild.errors import DataError
 
 
 def steps_in_round(examples: int, settings: TrainingSettings) -> int:
-    """Returns the number of optimizer steps in a round of a client with this number of examples."""
     if settings.steps is not None:
         return settings.steps
     per_epoch = math.ceil(math.ceil(examples / settings.batch_size) / settings.gradient_accumulation_steps)
@@ -22,11 +21,6 @@ def steps_in_round(examples: int, settings: TrainingSettings) -> int:
 
 def plan_steps(examples: int, settings: TrainingSettings, rng: np.random.Generator) -> list[list[list[int]]]:
     """Returns a round's optimizer steps, each a list of batches of example indices.
-
-    Args:
-        examples: Number of the client's training examples.
-        settings: The training settings.
-        rng: Shuffles each epoch.
 
     Raises:
         DataError: there are no examples.
@@ -67,8 +61,8 @@ def learning_rate(settings: TrainingSettings, step: int, total: int, round_index
 def round_factor(settings: TrainingSettings, round_index: int) -> float:
     """Returns the factor f(r) of a round's learning rate: a warm-up, then annealing from 1 to `round_final`.
 
-    With W = `round_warmup`, R = `round_horizon`, φ = `round_final` and, after the warm-up, the progress
-    d = min(1, (r - W - 1) / max(1, R - W - 1)):
+    With W = `round_warmup`, R = `round_horizon`, φ = `round_final` and, after the warm-up, the progress d = min(1, (r -
+    W - 1) / max(1, R - W - 1)):
 
         r ≤ W       f(r) = r / (W + 1)
         constant    f(r) = 1
@@ -82,7 +76,7 @@ def round_factor(settings: TrainingSettings, round_index: int) -> float:
         round_index: The round, from 1.
 
     Raises:
-        ValueError: the rate anneals, and the settings do not say until when.
+        ValueError: the rate anneals and `round_horizon` is not set.
     """
     warm = settings.round_warmup
     if round_index <= warm:

@@ -22,8 +22,8 @@ def train(cohort: Cohort, penalty: Callable[[], Tensor] | None = None, *, keep: 
 
     Args:
         cohort: The clients, their trainables loaded.
-        penalty: Returns [S], a term added to each client's loss once per optimizer step, with gradients; a function of
-            the trainables alone.
+        penalty: Returns [S], a term added to each client's loss once per optimizer step, with gradients. It may depend
+            on the trainables only.
         keep: Whether the clients keep their trained adapters in their memory.
     """
     if cohort.private is not None:
@@ -43,7 +43,6 @@ def train(cohort: Cohort, penalty: Callable[[], Tensor] | None = None, *, keep: 
 
 
 def trained_adapters(cohort: Cohort) -> list[Payload]:
-    """Returns every client's trainables as its upload, in slot order."""
     return [Payload.of({ADAPTER: cohort.read(slot)}) for slot in range(len(cohort.work))]
 
 
@@ -51,8 +50,6 @@ def activation_frequency(cohort: Cohort, slot: int, unit: str = "token") -> dict
     """Returns a client's activation frequencies in this round's training: experts' path -> [M] fp32.
 
     Args:
-        cohort: The clients, after their training.
-        slot: The client's slot.
         unit: The unit of counting; see `RoutingStatistics.frequency`.
     """
     assert cohort.routing is not None

@@ -38,13 +38,12 @@ NOT_SETTINGS = ("is", "needs", "active_experts", "where", "variants", "setup")
 
 @dataclass(frozen=True)
 class Part:
-    """A value of an axis, or the own file of a cell.
+    """A value of an axis, or the file of a single cell.
 
     Attributes:
         name: Its part of a preset's name.
         source: The file, for messages.
-        description: First sentence of the comment that the file opens with.
-        content: What the file says.
+        description: First sentence of the comment at the top of the file.
     """
 
     name: str
@@ -54,21 +53,19 @@ class Part:
 
     @property
     def words(self) -> frozenset[str]:
-        """What `where` calls a cell that has this part."""
+        """The words by which `where` refers to a cell with this part."""
         return frozenset((self.name, *self.content.get("is", ())))
 
     @property
     def needs(self) -> frozenset[str]:
-        """Words that the model must have."""
         return frozenset(self.content.get("needs", ()))
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Ends of a name that the part knows."""
         return tuple(self.content.get("variants", ()))
 
     def of_cell(self, words: frozenset[str], variant: str = "") -> Iterator[Mapping[str, Any]]:
-        """Yields what the part says of a cell with these words, the last on top."""
+        """Yields the part's settings for a cell with these words; later ones override earlier ones."""
         yield self.content
         for key, said in self.content.get("where", {}).items():
             if any(words.issuperset(alternative.split()) for alternative in key.split(",")):
@@ -79,7 +76,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Axes:
-    """The parts of each axis by name, and the cells with a file of their own."""
+    """The parts of each axis by name, and the cells that have a file."""
 
     methods: Mapping[str, Part]
     models: Mapping[str, Part]
@@ -106,22 +103,19 @@ class Preset:
 
     @property
     def name(self) -> str:
-        """Its name, for example `flame/tiny-tasks`."""
         return f"{self.method.name}/{self.model.name}-{self.data.name}{self.variant and '-'}{self.variant}"
 
     @property
     def description(self) -> str:
-        """What its own file says, or its parts do."""
         parts = (self.own,) if self.own else (self.method, self.model, self.data)
         return " ".join(part.description for part in parts)
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """Ends of a name that this cell takes."""
         return (*self.method.variants, *self.setup.variants)
 
     def layers(self) -> Iterator[Layer]:
-        """Yields its settings, the last on top."""
+        """Yields its settings; later ones override earlier ones."""
         words = self.data.words | self.model.words | self.setup.words
         most = self.model.content.get("active_experts", 0)
         own = (self.own,) if self.own else ()
@@ -132,7 +126,7 @@ class Preset:
 
 
 def _with_budgets_that_fit(settings: Mapping[str, Any], most: int) -> Mapping[str, Any]:
-    """Returns the settings with budgets of at most as many active experts as the model has."""
+    """Caps the active experts of all budgets at those of the model."""
     federation = settings.get("federation", {})
     budgets = [
         {**budget, "active_experts": min(budget["active_experts"], most)} if "active_experts" in budget else budget
@@ -142,7 +136,7 @@ def _with_budgets_that_fit(settings: Mapping[str, Any], most: int) -> Mapping[st
 
 
 def axes() -> Axes:
-    """Returns the parts that ship, and for methods of other packages a part with their name and FLAME's setup."""
+    """Returns the built-in parts, and for each method of another package a part with its name and FLAME's setup."""
     installed = {
         found.name: Part(found.name, found.origin, found.title, {"setup": "flame", "method": {"name": found.name}})
         for found in discover("", METHODS_GROUP)
@@ -163,7 +157,7 @@ def presets() -> Iterator[Preset]:
 
 
 def find_preset(name: str) -> Preset | None:
-    """Returns the preset of a name; None if it is not that of a preset.
+    """Returns the preset of a name; None if there is none.
 
     Raises:
         ConfigError: the method does not fit the model.
@@ -189,7 +183,7 @@ _NEEDS = {"moe": "a mixture-of-experts model", "causal": "a causal language mode
 
 
 def unknown_preset(name: str) -> ConfigError:
-    """Returns the error about a name that is not that of a preset, with the nearest and the values of the axis."""
+    """Returns the error for an unknown preset, with the nearest names and the values of the axis."""
     known = axes()
     method, _, rest = name.partition("/")
     model, after = _split(rest, known.models)
@@ -246,6 +240,6 @@ def _part(path: Path, name: Path) -> Part:
 
 
 def first_sentence(yaml: str) -> str:
-    """Returns the first sentence of the comment that a YAML file opens with."""
+    """Returns the first sentence of the comment at the top of a YAML file."""
     comment = " ".join(line[1:].strip() for line in takewhile(lambda line: line.startswith("#"), yaml.splitlines()))
     return re.split(r"(?<=\.)\s|;\s", comment, maxsplit=1)[0]

@@ -76,7 +76,7 @@ class SplitSettings(Section):
 
     @property
     def own_test(self) -> float:
-        """Share of a client's own examples that goes to its test: none where the corpus has a test split."""
+        """Fraction of a client's examples that becomes its test split: 0 if the corpus's test split is used."""
         return self.test if self.test_source == "client" else 0.0
 
 

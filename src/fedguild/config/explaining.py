@@ -55,8 +55,7 @@ def explained(error: ValidationError, layers: Sequence[Layer], schema: type[Base
     """Returns the error as a ConfigError with one line per setting, each naming its source.
 
     Args:
-        error: Pydantic's error.
-        layers: The sources, in the order in which they were merged; the last is on top.
+        layers: The sources in the order in which they were merged; the last overrides the others.
         schema: The model that the settings were validated against.
     """
     lines, hints = [], []
@@ -105,7 +104,7 @@ def _one_per_location(error: ValidationError) -> Iterator[tuple[Location, list[E
 
 
 def _is_union_tag(part: str | int) -> bool:
-    """Whether this is pydantic's name for an alternative of a union, and not a key of the config."""
+    """Whether this is pydantic's name for an alternative of a union, not a key of the config."""
     return isinstance(part, str) and (part in ("int", "constrained-int") or part.startswith("literal["))
 
 
@@ -159,7 +158,6 @@ def _hint(location: Location, schema: type[BaseModel]) -> str:
 
 
 def _enclosing(location: Location, schema: type[BaseModel]) -> tuple[type[BaseModel], str]:
-    """Returns the section that a location lies in, and its key there."""
     section = schema
     for part in location[:-1]:
         if part in section.model_fields:

@@ -226,7 +226,6 @@ class FederationSettings(Section):
 
     @property
     def wanted_uploads(self) -> int:
-        """Number of uploads that a round with all clients wants; see `wanted_count`."""
         return wanted_count(self.clients, self.client_fraction)
 
     def budget_per_client(self) -> tuple[BudgetSettings, ...]:

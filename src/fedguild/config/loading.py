@@ -28,18 +28,17 @@ Given = str | Path | Mapping[str, Any] | Config
 def load_config(given: Given, overrides: Sequence[str] = (), *, between: Sequence[Layer] = ()) -> Config:
     """Returns the validated config of a file or preset.
 
-    A config may build on another with `extends: <preset or file beside it>`. Mappings are
-    merged key by key, anything else is replaced. The options of a method or of a corpus are
-    dropped where a layer above names another one.
+    A config may build on another with `extends: <preset or file in the same folder>`. Mappings are merged key by key;
+    anything else is replaced. The options of a method or of a corpus are dropped if a layer above names another one.
 
     Args:
         given: A YAML file, the name of a preset, a mapping of settings, which may have `extends`, or a config.
         overrides: `key.sub=value`, the value read as YAML; of two for one key the later wins.
-        between: Settings above the file's and below the overrides.
+        between: Settings that override the file's and are overridden by `overrides`.
 
     Raises:
-        ConfigError: there is no such file or preset, it is not YAML, or a setting is unknown or
-            out of range; the message names the source and the full key of every such setting.
+        ConfigError: there is no such file or preset, it is not YAML, or a setting is unknown or out of range; the
+            message names the source and the full key of every such setting.
     """
     above = [replace(layer, settings=_written_out(layer.settings)) for layer in between]
     below, name = _given_layers(given)
@@ -70,7 +69,7 @@ def _validated(layers: Sequence[Layer], name: str) -> Config:
 
 
 def _given_layers(given: Given) -> tuple[list[Layer], str]:
-    """Returns the layers of what was given, and the name of a run that has none of its own."""
+    """Returns the layers of what was given, and the default name of the run."""
     if isinstance(given, Config):
         return [Layer("the config", given.model_dump(mode="json"))], given.name
     if isinstance(given, Mapping):
@@ -88,11 +87,6 @@ def _given_layers(given: Given) -> tuple[list[Layer], str]:
 
 
 def _existing(name: str, path: Path) -> Path:
-    """Returns the path of a config file.
-
-    Raises:
-        ConfigError: there is none.
-    """
     if _is_file(path):
         return path
     if _is_file(TABLES_FOLDER / f"{name}.yaml"):
@@ -105,7 +99,7 @@ def _existing(name: str, path: Path) -> Path:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether there is a file; there is none of a name that no file system takes."""
+    """Whether there is a file; False also for a name that the file system cannot hold."""
     try:
         return path.is_file()
     except OSError:
@@ -113,7 +107,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
-    """Yields a file's layer after those of what it extends."""
+    """Yields the layers of what a file extends, then its own."""
     if path.resolve() in children:
         raise ConfigError(f"{path} extends itself, through {', '.join(str(child) for child in children)}.")
     try:
@@ -152,7 +146,7 @@ def _override_layer(override: str) -> Layer:
 
 
 def _written_out(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the settings with `method: flame` as `method: {name: flame}`; `tracking`, `federation.engine` alike."""
+    """Expands `method: flame` to `method: {name: flame}`; likewise `tracking` and `federation.engine`."""
     method, tracking, federation = (settings.get(section) for section in ("method", "tracking", "federation"))
     written = dict(settings)
     if isinstance(method, str):
@@ -165,7 +159,6 @@ def _written_out(settings: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns `below` with `above` on top."""
     result = dict(below)
     for key, value in above.items():
         lower = result.get(key)
@@ -177,7 +170,7 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _still_valid(section: str, lower: Mapping[str, Any], upper: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns a section's lower settings without the options of a method or corpus that the upper ones replace."""
+    """Drops the options of a method or corpus that the upper settings replace."""
     choice = {"method": "name", "data": "dataset"}.get(section)
     if choice is None or choice not in lower or upper.get(choice, lower[choice]) == lower[choice]:
         return lower
@@ -185,5 +178,5 @@ def _still_valid(section: str, lower: Mapping[str, Any], upper: Mapping[str, Any
 
 
 def default_name(path: Path) -> str:
-    """Returns the name of a run whose config file has none: that of the file, in the characters of a name."""
+    """Returns the name of a run whose config has none: the file's, reduced to allowed characters."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "run"

@@ -71,12 +71,11 @@ class PrivacySettings(Section):
 
     @property
     def is_central(self) -> bool:
-        """Whether the server adds the noise."""
         return self.unit == "client" and self.trust_model == "central"
 
     @property
     def budget(self) -> float | None:
-        """The epsilon beyond which a client takes part no more; None for no limit."""
+        """The epsilon beyond which a client stops taking part; None for no limit."""
         return self.target_epsilon if self.max_epsilon is None else self.max_epsilon
 
     @model_validator(mode="after")

@@ -39,13 +39,12 @@ class Setting:
 
 
 def settings_of(schema: type[BaseModel]) -> tuple[Setting, ...]:
-    """Returns every setting below a pydantic model, sections opened up, in order."""
+    """Returns every setting of a pydantic model in order, with nested sections flattened."""
     described = schema.model_json_schema()
     return tuple(_settings(described, described.get("$defs", {}), ""))
 
 
 def as_markdown(settings: tuple[Setting, ...]) -> str:
-    """Returns the settings as a Markdown table."""
     rows = [
         f"| `{setting.key}` | {setting.accepts} | `{setting.default}` | {setting.help} |".replace(" \\| ", " or ")
         for setting in settings
@@ -84,7 +83,6 @@ def _accepts(node: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """Returns a value as one line of YAML."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_yaml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""Names that changed with 0.4: an old one is answered with the new one, and runs of 0.3 are read by the same table.
+"""Settings renamed in 0.4: an old name is answered with the new one, and runs of 0.3 are read by the same table.
 
 docs/reference/names.md has the table too.
 """
@@ -51,24 +51,24 @@ T = TypeVar("T")
 
 
 def refuse_old_names(settings: Mapping[str, Any], source: str, renamed: Mapping[str, str] = SETTINGS) -> None:
-    """Raises ConfigError if settings have an old name; the message has every such name with the new one."""
+    """Raises ConfigError if settings have old names; the message lists each with the new one."""
     told = [f"{source}: '{old}' is now called '{new}'" for old, new in renamed.items() if _has(settings, old)]
     if told:
         raise ConfigError("\n".join(told), "docs/reference/names.md lists the names that changed with 0.4.")
 
 
 def with_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that a run of 0.3 wrote under their new names."""
+    """Renames the settings that a run of 0.3 wrote."""
     return _moved(settings, SETTINGS)
 
 
 def with_old_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings under the names of 0.3, by which fingerprints are taken."""
+    """Returns settings under their names of 0.3, by which fingerprints are computed."""
     return _moved(settings, {new: old for old, new in SETTINGS.items()})
 
 
 def answers_old_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Lets a function answer the old name of an argument with the new one."""
+    """Lets a function reject the old name of an argument with the new one."""
 
     @wraps(function)
     def answering(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -57,8 +57,8 @@ go on. The same holds for the whole section `privacy`."""
 class NamedSettings(Section):
     """The name of a plug-in, and its options, which the plug-in itself validates.
 
-    In YAML the options stand beside the name: `method: {name: flame, temperature: 2}`; one without options is just its
-    name: `method: flame`.
+    In YAML the options stand next to the name: `method: {name: flame, temperature: 2}`. Without options the name is
+    enough: `method: flame`.
     """
 
     name: str = Field(min_length=1, description="Its name.")
@@ -287,12 +287,11 @@ class Config(Section):
 
     @property
     def run_folder(self) -> Path:
-        """The folder that the run is written to."""
         return Path(self.output).expanduser() if self.output else Path("runs") / self.name
 
     @property
     def local_training(self) -> TrainingSettings:
-        """The settings of local training as engines take them: the learning rate's horizon is a number of rounds."""
+        """The settings of local training with the learning rate's horizon as a number of rounds."""
         horizon = self.training.round_horizon or self.federation.rounds
         return self.training.model_copy(update={"round_horizon": horizon})
 
@@ -303,9 +302,9 @@ class Config(Section):
     def fingerprint(self) -> str:
         """Returns the SHA-256 of every setting that determines results, 64 hexadecimal digits.
 
-        Left out: names and folders, the device, what changes results by floating-point
-        rounding only, and what adds observations without changing any (`NOT_IN_FINGERPRINT`). Settings count under
-        their names of 0.3, so that such runs go on.
+        Excluded are names and folders, the device, settings that change results by floating-point rounding only, and
+        settings that add observations without changing any (`NOT_IN_FINGERPRINT`). Settings are hashed under their
+        names of 0.3, so that runs of 0.3 can be resumed.
         """
         settings = self.model_dump(mode="json")
         for *sections, key in NOT_IN_FINGERPRINT:

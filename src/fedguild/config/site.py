@@ -290,10 +290,10 @@ def load_server(folder: Path) -> ServerSettings:
 
 
 def server_state(folder: Path) -> Path | None:
-    """Returns the state folder of the server whose folder this is; None where it is no server's folder.
+    """Returns the state folder if this is a server's folder, else None.
 
     Raises:
-        ConfigError: as `load_server` does.
+        ConfigError: as `load_server`.
     """
     return folder / load_server(folder).state if (folder / SERVER_FILE).is_file() else None
 

@@ -96,7 +96,7 @@ class TableFigure(Section):
         return self._places(self.panels[panel][line], f"line '{line}'")
 
     def subtracted(self, panel: str) -> list[tuple[str, str]]:
-        """Returns the row and column whose score is taken from a panel's lines, at every value; nothing for scores.
+        """Returns the row and column subtracted from a panel's lines, at every value; empty for plain scores.
 
         Raises:
             ValueError: there is no cell for a value.
@@ -125,7 +125,6 @@ class RoundsFigure(Section):
     )
 
     def cell(self, panel: str, line: str) -> tuple[str, str]:
-        """Returns the row and column of a line."""
         row, _, column = self.panels[panel][line].partition("@")
         return row.strip(), column.strip() or ONLY_COLUMN
 
@@ -133,7 +132,7 @@ class RoundsFigure(Section):
 class Table(Section):
     """A table of several methods under several conditions.
 
-    The settings of a row override its preset's, those of a column override both.
+    The settings of a row override its preset's; those of a column override both.
     """
 
     preset: str = Field(description="The preset of a cell; `{row}` and `{column}` stand for their parts of its name.")
@@ -168,7 +167,7 @@ class Table(Section):
 
     @property
     def drawn_scores(self) -> dict[str, TableFigure]:
-        """The figures of the scores, by the end of their files' names; that of the first is empty."""
+        """The figures of the scores by file name suffix; that of the first is empty."""
         return {**({"": self.figure} if self.figure is not None else {}), **self.figures}
 
     @model_validator(mode="after")
@@ -223,12 +222,11 @@ class Table(Section):
 
 @dataclass(frozen=True)
 class ShippedTable:
-    """A table that ships with the package.
+    """A built-in table.
 
     Attributes:
         name: Path below the tables folder without its ending, for example `ub-smoe/table-4`.
-        description: The first sentence of the comment that the file opens with.
-        path: The YAML file.
+        description: First sentence of the comment at the top of the file.
     """
 
     name: str
@@ -236,11 +234,6 @@ class ShippedTable:
     path: Path
 
     def load(self) -> Table:
-        """Returns the table.
-
-        Raises:
-            ConfigError: the file is not a table.
-        """
         settings = parse(self.path.read_text("utf-8"), str(self.path))
         try:
             return Table.model_validate(settings)
@@ -253,10 +246,8 @@ class TableCell:
     """A method under a condition.
 
     Attributes:
-        row: The row's name.
-        column: The column's name.
         preset: The preset that it starts from.
-        layers: The settings above it.
+        layers: The settings that override it.
     """
 
     row: str
@@ -265,13 +256,12 @@ class TableCell:
     layers: tuple[Layer, ...]
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
-        """Returns the config of the cell; its run is named after the row."""
         return load_config(self.preset, overrides, between=self.layers)
 
 
 @cache
 def tables() -> tuple[ShippedTable, ...]:
-    """Returns every table that ships with the package, sorted by name, looked for once in a process."""
+    """Returns all built-in tables, sorted by name."""
     return tuple(
         ShippedTable(
             name=path.relative_to(TABLES_FOLDER).with_suffix("").as_posix(),
@@ -287,7 +277,6 @@ def table_cells(name: str, table: Table, rows: Sequence[str] = (), columns: Sequ
 
     Args:
         name: The table's name, for messages.
-        table: The table.
         rows: The rows wanted; empty for all.
         columns: The columns wanted; empty for all.
 
@@ -314,11 +303,7 @@ def table_cells(name: str, table: Table, rows: Sequence[str] = (), columns: Sequ
 
 
 def require_claimed_scores(name: str, table: Table) -> None:
-    """Checks that every claim is about a score or a budget that the rows which it compares have.
-
-    Args:
-        name: The table's name, for messages.
-        table: The table.
+    """Checks that the rows a claim compares have the score or budget that it is about.
 
     Raises:
         ConfigError: a claim names another score.

@@ -101,5 +101,4 @@ class TrainingSettings(Section):
 
     @property
     def moments(self) -> int:
-        """Moments that the optimizer keeps of each trainable."""
         return int(self.momentum > 0) if self.optimizer == "sgd" else 2

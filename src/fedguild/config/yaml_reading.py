@@ -13,7 +13,7 @@ from fedguild.errors import ConfigError
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml, if PyYAML has it
-    """PyYAML's safe loader with YAML 1.2 numbers, and without silent duplicates."""
+    """PyYAML's safe loader with YAML 1.2 numbers; duplicate keys are an error."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: list[Any] = []
@@ -27,7 +27,7 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
 
 
 def _whole_number(loader: _Loader, node: yaml.ScalarNode) -> int:
-    """Returns an integer as YAML 1.2 has it, in which `010` is ten; YAML 1.1 reads it as octal."""
+    """Parses an integer as in YAML 1.2, where `010` is ten; in YAML 1.1 it is octal."""
     if re.fullmatch(r"[-+]?0[0-9]+", node.value):
         return int(node.value, 10)
     number: int = loader.construct_yaml_int(node)
@@ -61,8 +61,7 @@ def parse(text: str, source: str) -> Any:
     """Returns the value of a YAML text.
 
     Args:
-        text: The YAML.
-        source: Where it comes from, for the error message.
+        source: Where the text comes from, for the error message.
 
     Raises:
         ConfigError: the text is not YAML, or a key appears twice.

@@ -1,10 +1,10 @@
 """Batches: examples as the tensors of one forward pass over several clients.
 
-A batch is *slot-major*: the rows of slot 0 come first, then those of slot 1, and so on. Slots
-may have different numbers of rows, or none at all.
+A batch is *slot-major*: the rows of slot 0 come first, then those of slot 1, and so on. Slots may have different
+numbers of rows, or none.
 
-An encoder-decoder model reads the prompt, closed by the end token, in its encoder, and predicts
-the response in its decoder, which starts from a special token.
+An encoder-decoder model reads the prompt, closed by the end token, in its encoder, and predicts the response in its
+decoder, which starts from a special token.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Encoded:
 
     @property
     def response_tokens(self) -> int:
-        """Number of tokens that the loss covers."""
         return len(self.input_ids) - self.prompt_length
 
 
@@ -44,7 +43,6 @@ class Cut:
         texts: Number of all texts.
         prompts: Number of those that lose the beginning of their prompt.
         responses: Number of those that lose the end of their response.
-        max_tokens: The longest text, in tokens.
     """
 
     texts: int
@@ -53,7 +51,6 @@ class Cut:
     max_tokens: int
 
     def sentences(self) -> list[str]:
-        """Returns a sentence for each kind of cut that occurs."""
         limit = f"data.max_length is {self.max_tokens}"
         lost = (
             (self.prompts, "lose the beginning of their prompt"),
@@ -75,7 +72,7 @@ class Seq2Seq:
     end: int | None
 
     def closed(self, prompt: Sequence[int]) -> list[int]:
-        """Returns the encoder's token ids of a prompt."""
+        """Returns the encoder's token ids of a prompt, with the end token."""
         return [*prompt] if self.end is None else [*prompt, self.end]
 
 
@@ -112,7 +109,7 @@ class SlotBatch:
     decoder_mask: Tensor | None = None
 
     def to(self, device: torch.device) -> SlotBatch:
-        """Returns the batch with the model's inputs on a device; targets and groups, which are none, stay."""
+        """Moves the model's inputs to a device; targets and groups, which the model does not read, stay."""
 
         def move(tensor: Tensor) -> Tensor:
             return tensor.to(device, non_blocking=True)
@@ -139,8 +136,8 @@ class SlotBatch:
 def encode(example: Example, tokenizer: Any, max_tokens: int) -> Encoded:
     """Returns the example as token ids, its response closed by the end-of-sequence token.
 
-    A text longer than `max_tokens` loses the beginning of its prompt, never that of its response;
-    a response that is longer by itself is cut at its end.
+    A text longer than `max_tokens` loses the beginning of its prompt, never that of its response; a response that is
+    too long on its own is cut at its end.
     """
     prompt, response = _tokens(example, tokenizer)
     response = response[: max_tokens - 1]
@@ -149,11 +146,7 @@ def encode(example: Example, tokenizer: Any, max_tokens: int) -> Encoded:
 
 
 def count_cut(texts: Iterable[tuple[Example, Encoded]], tokenizer: Any, max_tokens: int) -> Cut:
-    """Returns how many texts `encode` cut; those that fill `max_tokens` are tokenized again.
-
-    Args:
-        texts: Each example with what `encode` made of it.
-    """
+    """Counts the texts that `encode` cut; those that fill `max_tokens` are tokenized again."""
     prompts = responses = number = 0
     for example, encoded in texts:
         number += 1
@@ -166,12 +159,11 @@ def count_cut(texts: Iterable[tuple[Example, Encoded]], tokenizer: Any, max_toke
 
 
 def count_cut_prompts(examples: Iterable[Example], tokenizer: Any, room: int) -> int:
-    """Returns how many prompts are longer than `room` tokens, so that generation cuts their beginning."""
+    """Counts the prompts longer than `room` tokens, whose beginning generation cuts."""
     return sum(len(encode_prompt(example.prompt, tokenizer)) > room for example in examples)
 
 
 def _tokens(example: Example, tokenizer: Any) -> tuple[list[int], list[int]]:
-    """Returns the token ids of the whole prompt, and of the whole response with the end-of-sequence token."""
     prompt = encode_prompt(example.prompt, tokenizer)
     text = response_text(example.prompt, example.response)
     response: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
@@ -179,7 +171,7 @@ def _tokens(example: Example, tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def encode_prompt(prompt: str, tokenizer: Any) -> list[int]:
-    """Returns the prompt's token ids, with the tokenizer's own special tokens in front."""
+    """Returns the prompt's token ids, preceded by the tokenizer's special tokens."""
     ids: list[int] = tokenizer.encode(prompt, add_special_tokens=True, verbose=False)
     if ids and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
@@ -187,20 +179,15 @@ def encode_prompt(prompt: str, tokenizer: Any) -> list[int]:
 
 
 def response_text(prompt: str, response: str) -> str:
-    """Returns the response as it continues the prompt: after a space, unless one is there already."""
+    """Returns the response as it continues the prompt: after a space, unless there is one already."""
     return response if not prompt or prompt[-1].isspace() or response[:1].isspace() else f" {response}"
 
 
 def collate(rows: Sequence[Sequence[Encoded]], pad_id: int, seq2seq: Seq2Seq | None = None) -> SlotBatch:
     """Returns the training batch of several slots, `rows[s]` being the rows of slot s.
 
-    The group of a target is its slot, so that sums by group are per-client sums. A text without a
-    prompt is predicted from its second token on.
-
-    Args:
-        rows: The rows of each slot.
-        pad_id: Token id of padding.
-        seq2seq: Special tokens of an encoder-decoder model; None for a decoder-only model.
+    The group of a target is its slot, so that sums by group are sums by client. A text without a prompt is predicted
+    from its second token on.
     """
     flat = [(slot, row) for slot, slot_rows in enumerate(rows) for row in slot_rows]
     firsts = [max(row.prompt_length, 1) for _, row in flat]

@@ -1,4 +1,4 @@
-"""Data that was given in Python, kept as JSON lines in the folder of the run, so that the run can go on without it."""
+"""Data given in Python, kept as JSON lines in the run's folder so that the run can be resumed without it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,6 @@ class GivenData:
     partition: PartitionScheme | None = None
 
     def write(self, run_folder: Path) -> None:
-        """Writes the files into the folder of a run."""
         for name, content in self.files.items():
             write_bytes(run_folder / FOLDER / name, content)
 
@@ -65,7 +64,7 @@ def rows_of(dataset: Any) -> dict[str, list[dict[str, Any]]]:
 
 
 def as_file(rows: Iterable[Mapping[str, Any]]) -> tuple[str, bytes]:
-    """Returns the name and the content of a file with these rows: JSON lines, named by their SHA-256."""
+    """Returns a file name, the SHA-256 of the content, and the rows as JSON lines."""
     try:
         content = "".join(f"{json.dumps(dict(row), ensure_ascii=False, default=str)}\n" for row in rows).encode()
     except UnicodeEncodeError as error:
@@ -74,7 +73,7 @@ def as_file(rows: Iterable[Mapping[str, Any]]) -> tuple[str, bytes]:
 
 
 def source(setting: str | None, run_folder: Path | None) -> str | None:
-    """Returns what a setting of the data's source names: itself, or the file that was given in Python.
+    """Resolves a setting of the data's source: itself, or the file with data given in Python.
 
     Raises:
         DataError: the file is missing, or not what was given.
@@ -100,11 +99,10 @@ def given_parts(
     scheme: PartitionScheme | None,
     run_folder: Path | None,
 ) -> Parts:
-    """Returns the partition that was given in Python, and keeps it in the run's folder.
+    """Returns the partition given in Python, and keeps it in the run's folder.
 
     Args:
-        rng: Source of all random choices of the scheme.
-        scheme: The scheme; None to take what the folder keeps.
+        scheme: The scheme; None to read what the folder keeps.
         run_folder: The folder of the run; None to keep nothing.
 
     Raises:
@@ -145,7 +143,7 @@ def _rows(part: Any) -> list[dict[str, Any]]:
 
 
 def _cell(value: Any) -> Any:
-    """Returns a value as JSON holds it; a missing one of pandas is None."""
+    """Returns a value as JSON holds it; a missing value of pandas is None."""
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, np.ndarray):

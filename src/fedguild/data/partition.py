@@ -1,6 +1,6 @@
-"""Partitions: the assignment of training examples to clients. Pure, and deterministic in the generator.
+"""Partitions: the assignment of training examples to clients. Pure functions, deterministic given the generator.
 
-Every scheme that ships uses every example exactly once. A scheme of another package is a function in the entry-point
+Every built-in scheme uses every example exactly once. A scheme of another package is a function in the entry-point
 group `fedguild.partitions`; it may leave examples out.
 """
 
@@ -139,13 +139,14 @@ def as_parts(assignment: Assignment, examples: int, clients: int, what: str = "g
 
 
 def in_integers(assignment: Assignment, what: str = "given") -> Assignment:
-    """Returns an assignment as a list of Python's integers, or a list of lists of them.
+    """Returns an assignment with all entries as Python integers.
 
     Args:
         assignment: A client for each example, or for each client the indices of its examples.
 
     Raises:
-        DataError: it is neither of these, or an entry is no integer of Python, NumPy or another library; 3.0 is none.
+        DataError: it is neither of these, or an entry is not an integer of Python, NumPy or another library (3.0 is
+            not).
     """
     if not _is_list(assignment):
         raise DataError(f"The partition {what} is {assignment!r}.", _ACCEPTED)
@@ -224,7 +225,7 @@ def _fill_up(parts: Parts, minimum: int, rng: np.random.Generator) -> None:
 
 
 def by_label(labels: Sequence[str], clients: int) -> Parts:
-    """Deals whole labels to clients, the largest first, in turn; with as many labels as clients, one each.
+    """Deals whole labels to clients in turn, the largest first; with as many labels as clients, one each.
 
     Raises:
         DataError: there are fewer labels than clients.
@@ -246,7 +247,7 @@ def by_label(labels: Sequence[str], clients: int) -> Parts:
 def by_document(documents: Sequence[str], clients: int, rng: np.random.Generator) -> Parts:
     """Gives each document, the largest first, to the client with the fewest examples so far.
 
-    Documents of one size come in random order.
+    Documents of equal size come in random order.
 
     Raises:
         DataError: an example has no document, or there are fewer documents than clients.
@@ -276,7 +277,7 @@ def by_size(weights: NDArray[np.floating[Any]], count: int, minimum: int, rng: n
 
 
 def apportion(weights: NDArray[np.floating[Any]], total: int) -> NDArray[np.int64]:
-    """Returns whole numbers that add up to `total`, in proportion to `weights` by largest remainders."""
+    """Returns integers that add up to `total`, in proportion to `weights` by largest remainders."""
     exact = weights / weights.sum() * total
     whole: NDArray[np.int64] = np.floor(exact).astype(np.int64)
     remaining = total - int(whole.sum())
@@ -309,12 +310,10 @@ class PartitionTable:
 
     @property
     def client_sizes(self) -> tuple[int, ...]:
-        """Number of examples of each client."""
         return tuple(sum(row) for row in self.counts)
 
 
 def partition_table(examples: Sequence[Example], parts: Sequence[Sequence[int]]) -> PartitionTable:
-    """Counts a partition of `examples` by client and label."""
     per_client = [Counter(examples[index].label for index in part) for part in parts]
     totals = sum(per_client, Counter[str]())
     labels = tuple(sorted(totals, key=lambda label: (-totals[label], label)))

@@ -1,7 +1,6 @@
-"""Prompt templates by name: the text that stands before a response, worded as in the papers.
+"""Prompt templates by name: the text before a response, worded as in the papers.
 
-An instruction, with or without an input, becomes a prompt that ends exactly where the response
-begins.
+An instruction, with or without an input, becomes a prompt that ends exactly where the response begins.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ class Template:
 
     Attributes:
         help: Origin of the wording, in one line.
-        with_input: Used where there is an input.
-        without_input: Used where the input is empty; holds `{instruction}` only.
+        without_input: Used if the input is empty; has `{instruction}` only.
     """
 
     help: str
@@ -70,7 +68,7 @@ TEMPLATES: dict[str, Template] = {
 
 
 def check_template(name: str) -> None:
-    """Raises DataError, listing the known ones, where `name` is not a template."""
+    """Raises DataError with the known names if `name` is not a template."""
     if name not in TEMPLATES:
         raise DataError(f"There is no prompt template '{name}'.", nearest(name, TEMPLATES))
 
@@ -80,8 +78,7 @@ def render(template: str, instruction: str, input: str = "") -> str:
 
     Args:
         template: A name in `TEMPLATES`.
-        instruction: The task.
-        input: The input of the task; empty where the instruction stands alone.
+        input: Empty if the instruction needs none.
 
     Raises:
         DataError: `template` is unknown.

@@ -20,7 +20,7 @@ from fedguild.seeding import numpy_rng
 class ClientData:
     """A client's training, validation and test examples, each in random order.
 
-    The first n of them are therefore a random sample, which is what `evaluation.max_examples` takes.
+    The first n of each are therefore a random sample, which is what `evaluation.max_examples` takes.
     """
 
     train: tuple[Example, ...]
@@ -33,16 +33,15 @@ def split_clients(
 ) -> list[ClientData]:
     """Splits every client's share into training, validation and test examples.
 
-    Where a fraction is positive, its split gets at least one example. A client's split depends only on
-    its own share, the seed and its index.
+    If a fraction is positive, its split gets at least one example. A client's split depends only on its share, the seed
+    and its index.
 
     Args:
         parts: For each client the indices into `corpus.train`, as from `partition`.
-        rule: How to split; None for the defaults.
 
     Raises:
-        DataError: a client has too few examples, or the test source is the corpus and that has no
-            test examples for a client's labels.
+        DataError: a client has too few examples, or the test source is the corpus and that has no test examples for a
+            client's labels.
     """
     rule = rule or SplitSettings()
     if rule.test_source == "corpus" and not corpus.test:
@@ -89,7 +88,7 @@ def _held_out(count: int, fraction: float) -> int:
 def _matching_test(corpus: Corpus, share: Sequence[Example], client: int, rng: np.random.Generator) -> list[Example]:
     """Draws as many of the corpus's test examples as the proportions of the share's labels allow, in random order.
 
-    Two clients may be tested on the same example. Owing to the random order, the first of them alone
+    Two clients may be tested on the same example. Because of the random order, the first of them alone
     (`evaluation.max_examples`) still cover all labels.
     """
     pool: dict[str, list[Example]] = {}

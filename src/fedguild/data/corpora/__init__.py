@@ -1,8 +1,8 @@
 """Stage 2 of 9: data, the corpora. A file per dataset family; `registry` loads any by its name.
 
-To add one: write a module with a `read(source, template, **options)` that yields the examples of
-one split, and declare it with `SPEC = CorpusSpec(...)`. A module in this folder goes by its file's
-name; one of another package by the name of its entry point in the group `fedguild.corpora`.
+To add one, write a module with a `read(source, template, **options)` that yields the examples of one split, and declare
+it with `SPEC = CorpusSpec(...)`. A module in this folder is named by its file, one of another package by its entry
+point in the group `fedguild.corpora`.
 """
 
 from fedguild.data.corpora.registry import CORPORA, checked_options, corpus_spec, load_corpus

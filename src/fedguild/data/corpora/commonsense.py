@@ -1,9 +1,9 @@
 """Commonsense-15K and its eight test sets, in the wording of LLM-Adapters (Hu et al., EMNLP 2023).
 
-Every record says which answers it accepts (`Answer format: true/false`), and every response is
-`the correct answer is ...`. A record does not say which of the eight sets it is from: that is
-taken from a line-aligned `X.task.txt` beside `X.json`, else from the folder's name, else from the
-start of the instruction, which cannot tell ARC and OpenBookQA apart.
+Every record says which answers it accepts (`Answer format: true/false`), and every response is `the correct answer is
+...`. A record does not say which of the eight sets it is from. That is read from a line-aligned `X.task.txt` next to
+`X.json`, else from the folder's name, else from the start of the instruction, which cannot tell ARC and OpenBookQA
+apart.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FORMAT = re.compile(r"Answer format:\s*(\S+)\s*$")
 
 
 def accepted_answers(instruction: str) -> tuple[str, ...]:
-    """Returns the answers that an instruction accepts; empty where it does not say."""
+    """Returns the answers that an instruction accepts; empty if it does not say."""
     match = _FORMAT.search(instruction)
     return tuple(match.group(1).split("/")) if match else ()
 
@@ -84,7 +84,7 @@ def _files(source: Source) -> list[Path]:
 
 
 def _known_tasks(path: Path | None, rows: int) -> list[str] | None:
-    """Returns each row's set from the file beside `path` or the folder's name; None if neither tells."""
+    """Returns each row's set from the file next to `path` or the folder's name; None if neither says."""
     if path is None:
         return None
     beside = path.with_suffix(".task.txt")
@@ -100,7 +100,6 @@ def read(source: Source, template: str, *, label: Label = "task") -> Iterator[Ex
     """Yields the records of one split; choices are the whole responses, task is the source set.
 
     Args:
-        source: A JSON file, a folder of the eight sets, or a dataset on the hub.
         label: What a Dirichlet partition draws over: the source set, or the answer.
 
     Raises:

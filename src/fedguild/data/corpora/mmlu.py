@@ -24,7 +24,7 @@ def _headerless(first: list[str]) -> tuple[str, ...] | None:
 
 
 def _tables(source: Source) -> Iterator[tuple[str, Table]]:
-    """Yields (subject, table); the subject is empty where the rows name their own."""
+    """Yields (subject, table); the subject is empty if the rows name theirs."""
     if not isinstance(source.where, Path):
         yield "", read_table(source)
         return

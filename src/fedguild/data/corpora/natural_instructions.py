@@ -82,7 +82,6 @@ def read(source: Source, template: str, *, label: Label = "task", max_tasks: int
     """Yields the instances of one split; task is the file's name, the first output is the response.
 
     Args:
-        source: A folder of task files, one such file, or the dataset on the hub.
         label: What a Dirichlet partition draws over: the task, or its first category (files only).
         max_tasks: Keep only this many tasks, those with the most training instances.
 

@@ -15,7 +15,7 @@ from fedguild.errors import DataError
 
 
 def _labels(table: Table, path: Path) -> list[Any]:
-    """Returns the labels of the line-aligned file beside `X.jsonl`, which is `X-labels.lst`."""
+    """Returns the labels of the line-aligned file next to `X.jsonl`, `X-labels.lst`."""
     beside = path.with_name(f"{path.stem}-labels.lst")
     if not beside.is_file():
         raise DataError(

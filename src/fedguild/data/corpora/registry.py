@@ -42,11 +42,7 @@ def corpus_spec(name: str) -> CorpusSpec:
 
 
 def checked_options(spec: CorpusSpec, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a corpus's options as the types that its reader is declared with.
-
-    Args:
-        spec: The corpus.
-        options: Its options, as a config has them.
+    """Converts a corpus's options to the types that its reader declares.
 
     Raises:
         DataError: an option is unknown, or its value is of another type.
@@ -68,7 +64,7 @@ def checked_options(spec: CorpusSpec, options: Mapping[str, Any]) -> dict[str, A
 
 
 def _types_of(spec: CorpusSpec) -> dict[str, Any]:
-    """Returns what the corpus's reader is declared to take; nothing of one whose annotations do not resolve."""
+    """Returns the declared types of the reader's options; empty if its annotations do not resolve."""
     try:
         return get_type_hints(spec.read or spec.generate)
     except (NameError, TypeError):
@@ -145,7 +141,6 @@ def _read(
     options: dict[str, Any],
     dropped: dict[str, int],
 ) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    """Returns the training and test examples, and enters into `dropped` what was left out."""
     check_template(template)
     where = spec.hub if train is None else locate(train, spec.hub)
     if where is None:

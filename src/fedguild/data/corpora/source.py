@@ -41,8 +41,8 @@ class Source:
     Attributes:
         where: A local file or folder, or a dataset on the hub.
         splits: Names that the split may have there, in order of preference; `dev+val` joins two.
-        training: The training examples, where this is the test split, so that a reader repeats
-            the choices it made there (which tasks, which labels); empty otherwise.
+        training: For the test split, the training examples, so that a reader repeats the choices made there (which
+            tasks, which labels); empty otherwise.
     """
 
     where: Path | HubDataset
@@ -51,7 +51,6 @@ class Source:
 
     @property
     def folder(self) -> Path | None:
-        """The local folder, or None where the source is a file or on the hub."""
         return self.where if isinstance(self.where, Path) and self.where.is_dir() else None
 
 
@@ -60,8 +59,7 @@ def locate(text: str, default: HubDataset | None = None) -> Path | HubDataset:
 
     Args:
         text: A path, or a hub id `owner/name`, `owner/name:config` or `owner/name:config@split`.
-        default: The corpus's own dataset on the hub; where `text` names it, its configuration
-            and revision are filled in.
+        default: The corpus's own dataset on the hub; if `text` names it, its configuration and revision are filled in.
 
     Raises:
         DataError: `text` is neither.

@@ -52,7 +52,6 @@ class CorpusSpec:
 
 
 def choice_example(prompt: str, choices: Sequence[str], answer: int, *, label: str, task: str) -> Example:
-    """Returns an example whose response is the correct one of `choices`."""
     return Example(prompt, choices[answer], label, task, tuple(choices), answer)
 
 

@@ -142,7 +142,7 @@ def require_text(path: Path) -> None:
     """Raises unless a file is UTF-8 text.
 
     Raises:
-        DataError: it is not; names the line, the byte and the encodings that it may have.
+        DataError: it is not; the message has the line, the byte and possible encodings.
     """
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -160,9 +160,9 @@ def require_text(path: Path) -> None:
 
 
 def _json_fault(path: Path) -> str:
-    """Returns in which line a JSON file is wrong, and how; empty where it is well-formed.
+    """Returns the line of a JSON file's first error, and what is wrong; empty if it is well-formed.
 
-    The readers behind `datasets` count lines from the start of a block of the file.
+    The readers behind `datasets` count lines from the start of a block of the file, so their numbers mislead.
     """
     content = path.read_text("utf-8-sig")
     try:

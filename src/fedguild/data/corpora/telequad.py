@@ -16,7 +16,7 @@ from fedguild.errors import DataError
 
 
 def _articles(path: Path) -> Iterator[tuple[str, list[Any]]]:
-    """Yields (name, paragraphs) of every document, named by its id, else its title, else its place."""
+    """Yields (name, paragraphs) of every document, named by its id, else its title, else its position."""
     for number, article in enumerate(read_document(path, ("data",))["data"]):
         name = text(article.get("docid")) or text(article.get("title")) or f"document {number}"
         if "paragraphs" not in article:
@@ -60,7 +60,6 @@ def read(source: Source, template: str, *, impossible: bool = False) -> Iterator
     """Yields the questions of one split; label and document are the document, so both partitions apply.
 
     Args:
-        source: A file in SQuAD's format, a folder with one per split, or a SQuAD dataset of the hub.
         impossible: Keep questions that are marked impossible but have an answer nevertheless.
 
     Raises:

@@ -1,8 +1,8 @@
 """The embedded corpus: small instruction tasks in ten families, thousands of questions in each.
 
-Everything is drawn from a seed, so nothing is downloaded or licensed. One prompt in eight is held out by a
-hash of its text, whatever the seed, so that a test question was never in any training set, that
-of the embedded checkpoint included.
+Everything is drawn from a seed, so nothing is downloaded or licensed. One prompt in eight is held out by a hash of its
+text, whatever the seed. A test question was therefore never in any training set, nor in that of the embedded
+checkpoint.
 """
 
 from __future__ import annotations
@@ -64,12 +64,7 @@ def load(
 
 
 def draw(name: str, rng: Generator, *, held_out: bool = False) -> Iterator[Example]:
-    """Yields examples of one family without end, repeats included.
-
-    Args:
-        rng: Generator that the questions are drawn with.
-        held_out: Whether to yield test questions or training questions.
-    """
+    """Yields examples of one family without end, repeats included: test questions if `held_out`, else training ones."""
     family = FAMILIES[name]
     while True:
         question = family.draw(rng)

@@ -1,7 +1,7 @@
 """The ten task families, each with the function that draws one of its questions.
 
-Five are known to the embedded checkpoint and five are new to it, yet close enough in skill that
-a short fine-tuning teaches them. Either half has classified, generated and multiple-choice ones.
+The embedded checkpoint was trained on five. The other five are new to it, but close enough in skill to be learnt in a
+short fine-tuning. Both halves have classified, generated and multiple-choice families.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ class Family:
     """A task family.
 
     Attributes:
-        kind: `classified` has the same candidates in every question, `multiple_choice` its own in
-            each, `generated` none: the response must match exactly.
+        kind: `classified` has the same candidates in every question, `multiple_choice` its own in each, `generated`
+            none: the response must match exactly.
         seen: Whether the embedded checkpoint was trained on it.
         instruction: Opening line of every question of the family.
-        draw: Draws one question.
     """
 
     kind: Kind
