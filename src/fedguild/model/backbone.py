@@ -47,14 +47,12 @@ class Backbone:
     Attributes:
         model: The transformers model, without gradients.
         tokenizer: Its tokenizer, padding token set.
-        info: The model's description.
         moe: Its mixture-of-experts layers; empty for a dense model.
         runtime: The state that the hooks share.
-        device: The model's device.
         dtype: The dtype of its products.
         packs: Whether a pass may pack rows without their padding (`packed_rows`).
         is_merged: Whether its weights currently include merged changes; see `merged`.
-        ranks: The processes that hold it between them; None if this one holds it whole.
+        ranks: The processes that share its layers; None if this one holds all of it.
     """
 
     model: Any
@@ -75,15 +73,16 @@ class Backbone:
 
     @property
     def head(self) -> nn.Module:
-        """The module whose output are the logits, or what they are computed from."""
+        """The module whose output is the logits, or what they are computed from."""
         head: nn.Module = self.model.get_output_embeddings()
         return head
 
     @torch.no_grad()
     def ends_with_head(self) -> bool:
-        """Whether the logits of a causal model are its head's output as it is, and no hook changes it.
+        """Whether the logits of a causal model are its head's plain output, changed by no hook.
 
-        Some models scale or cap them behind the head; a few tokens show it, the first time. Call it outside of a pass.
+        Some models scale or cap them after the head; the first call finds out with a few tokens. Call it outside of a
+        pass.
         """
         if self.info.seq2seq is not None or self.head._forward_hooks:
             return False
@@ -123,7 +122,7 @@ class Backbone:
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
-        """Runs passes inside the block without gradients; FSDP keeps what it gathers, so not as inference tensors."""
+        """Runs passes inside the block without gradients; not in inference mode, because FSDP keeps what it gathers."""
         with torch.inference_mode() if self.ranks is None else torch.no_grad():
             yield
 
@@ -163,12 +162,12 @@ def load_backbone(
         dtype: `auto` (bf16 on a GPU, fp32 on a CPU), float32, bfloat16 or float16.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         load_in_4bit: Whether to keep the frozen linear layers and experts in 4 bit (needs a GPU and bitsandbytes).
-        attention: transformers' attention implementation; `sdpa` means `eager` for encoder-decoder models,
-            whose position biases transformers cannot give to sdpa.
+        attention: transformers' attention implementation; `sdpa` means `eager` for encoder-decoder models, whose
+            position biases transformers cannot pass to sdpa.
         trust_remote_code: Whether the hub's own model code may run.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
-        packing: Whether to pack rows without their padding, where the model's attention allows it.
-        ranks: The processes that are to hold the backbone between them, each on its own device; all of them call this.
+        packing: Whether to pack rows without their padding, if the model's attention allows it.
+        ranks: The processes that share the backbone's layers, each on its own device; all of them call this.
 
     Raises:
         ModelError: the model cannot be found or loaded, or its experts are not supported.
@@ -210,9 +209,9 @@ def load_backbone(
 
 
 class LaterBackbone:
-    """A backbone without weights, for a process that leaves them to others: its description and its tokenizer.
+    """A backbone without weights: its description and its tokenizer; for a process that leaves the weights to others.
 
-    Whatever else is asked of it loads the backbone.
+    Access to anything else loads the backbone.
     """
 
     def __init__(
@@ -241,7 +240,7 @@ def later_backbone(
     trust_remote_code: bool,
     **_: Any,
 ) -> LaterBackbone:
-    """Returns a backbone that `load` loads when its weights are needed; the other arguments are those of loading it."""
+    """Returns a backbone that calls `load` when its weights are needed; other arguments as of `load_backbone`."""
     tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
     _require_padding(tokenizer)
     where = torch.device(device.partition(":")[0]) if device != "auto" else pick_device(device)
@@ -249,23 +248,18 @@ def later_backbone(
 
 
 def straight_to(device: torch.device) -> dict[str, Any]:
-    """Returns the argument with which `from_pretrained` puts every weight where it belongs as it is read.
+    """Returns the argument that makes `from_pretrained` put every weight on its device as it is read.
 
-    It is empty for a CPU, and without the package accelerate: the whole model then passes through the host's memory.
+    It is empty for a CPU, and without the package accelerate: then the whole model passes through the host's memory.
     """
     return {"device_map": {"": device}} if device.type != "cpu" and is_accelerate_available() else {}
 
 
 def inspect_model(path: str = EMBEDDED, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelInfo:
-    """Returns a model's description from its config, before the model is loaded; reads no weight.
+    """Returns a model's description from its config, without loading the model or reading a weight.
 
     A folder is checked for everything that loading needs: its tokenizer, complete weight files, and the names and
     shapes that the config requires. For a model on the hub, only the config is downloaded.
-
-    Args:
-        path: Hub id, folder, or `embedded`.
-        revision: Branch, tag or commit on the hub.
-        trust_remote_code: Whether the hub's own model code may run.
 
     Raises:
         ModelError: there is no such model, its folder is incomplete, its weights do not match its config, or its
@@ -293,13 +287,12 @@ def make_backbone(
     """Freezes a loaded model and attaches the view of its experts.
 
     Args:
-        model: A causal or encoder-decoder language model of transformers, on its device. Its family may
-            change it in place, for example stack its experts.
+        model: A causal or encoder-decoder language model of transformers, on its device. Its family may change it in
+            place, for example stack its experts.
         tokenizer: Its tokenizer; may be None if no text is encoded.
         name: The model's name in records and messages.
-        gradient_checkpointing: Whether to recompute activations in the backward pass.
-        packing: Whether to pack rows without their padding, where the model's attention allows it.
-        ranks: The processes that are to hold the model between them; all of them call this, rank 0 with the weights.
+        packing: Whether to pack rows without their padding, if the model's attention allows it.
+        ranks: The processes that share the model's layers; all of them call this, rank 0 with the weights.
 
     Raises:
         ModelError: its experts are not supported, or it cannot recompute activations.
@@ -350,7 +343,7 @@ def _checkpoint_layers(model: Any, name: str) -> None:
 
 
 def describe(model: Any, name: str, layers: list[MoeLayer]) -> ModelInfo:
-    """Returns a model's description; works on meta tensors too."""
+    """Returns a model's description; also works on meta tensors."""
     config = model.config.get_text_config()
     seq2seq = _seq2seq(config)
     head = model.get_output_embeddings()
@@ -380,7 +373,6 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
         path: `embedded`, `english`, a folder, a `config.json`, a known model's hub id or short name (which needs no
             download), or any other hub id.
         revision: Branch, tag or commit on the hub, which is then asked for known models too.
-        trust_remote_code: Whether the hub's own model code may run.
 
     Raises:
         ModelError: there is no such config, or its experts are not supported.
@@ -403,7 +395,6 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
 
 @cache
 def _described_known(name: str) -> ModelInfo:
-    """Returns the description of a known model, whose config ships with FedGuild and so never changes."""
     known = find_known(name)
     assert known is not None
     return _described(AutoConfig.for_model(**known.config), known.hub_id)
@@ -437,12 +428,6 @@ def _described(config: PreTrainedConfig, name: str, trust_remote_code: bool = Fa
 
 
 def _prepared(model: Any) -> Family | None:
-    """Returns a model's family, which has prepared it; None for a dense model.
-
-    Raises:
-        ModelError: the model has experts, but its family is not known.
-        ConfigError: its family comes from a package that is broken.
-    """
     name = str(model.config.model_type)
     if name in FAMILIES:
         family = FAMILIES.load(name)

@@ -1,10 +1,10 @@
 """Cross-entropy of many tokens over a large vocabulary, a chunk of tokens at a time.
 
 The logits of 8,000 tokens over 150,000 words are 5 GB in fp32, and a training step holds them several times. Here the
-head runs on a chunk, whose gradient is formed at once: the head is frozen and each loss depends on its own token alone,
-so the gradient of the hidden states is a factor for each token away from the final one. At no time are there more
-logits than one chunk's. On a GPU with Triton, a chunk's losses and their gradients are one kernel, which writes the
-gradients over the logits.
+head runs on a chunk, whose gradient is formed at once. The head is frozen and each loss depends on its own token alone,
+so this differs from the final gradient of the hidden states by one factor per token. There are never more logits than
+one chunk's. On a GPU with Triton, one kernel computes a chunk's losses and gradients and writes the gradients over the
+logits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ LOGITS_BYTES = 256 << 20
 
 
 def chunk_rows(vocabulary: int, dtype: torch.dtype) -> int:
-    """Returns the number of tokens of a chunk."""
     return max(1, LOGITS_BYTES // (vocabulary * torch.empty(0, dtype=dtype).element_size()))
 
 

@@ -1,9 +1,9 @@
 """Many low-rank changes of a backbone folded into one dense change, D = sum_v B_v A_v in fp32.
 
-The server folds, and so does every site that holds the factors, so that the dense change travels only to who lacks
-them. All must get the same bits, since a digest of them is compared: matrix products differ in the last bit
-between machines and numbers of threads, so D is summed rank by rank, one rounded product and one rounded sum per
-element, in the order of versions and ranks.
+The server folds, and so does every site that has the factors; the dense change is sent only to sites that lack them.
+All must get the same bits, since a digest of them is compared. Matrix products differ in the last bit between machines
+and numbers of threads. So D is summed rank by rank, one rounded product and one rounded sum per element, in the order
+of versions and ranks.
 """
 
 from __future__ import annotations

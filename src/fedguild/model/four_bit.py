@@ -1,11 +1,10 @@
 """Frozen weights in 4 bit (NF4) by bitsandbytes, on a GPU.
 
-transformers gives linear layers 4-bit weights as it loads them, but the fused experts are bare
-parameters, which it leaves in 16 bit (bitsandbytes issue 1849), and they are most of a
-mixture-of-experts model. `quantise_experts` packs those too, by bitsandbytes' parametrisation: from
-then on the module dequantises a weight when it is accessed. The experts' kernel accesses it in each pass
-and keeps nothing in between, so one layer's weights are in 16 bit at a time. While the model loads,
-the experts of all layers are; routers, embeddings and the head stay in 16 bit.
+transformers gives linear layers 4-bit weights as it loads them. The fused experts are bare parameters, which it leaves
+in 16 bit (bitsandbytes issue 1849), and they are most of a mixture-of-experts model. `quantise_experts` packs those
+too, by bitsandbytes' parametrisation: the module then dequantises a weight when it is accessed. The experts' kernel
+accesses it in each pass and keeps nothing in between, so one layer's weights are in 16 bit at a time. While the model
+loads, the experts of all layers are. Routers, embeddings and the head stay in 16 bit.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ KIND = "nf4"
 
 
 def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """Returns the arguments with which `from_pretrained` puts linear layers on a GPU in 4 bit.
+    """Returns the arguments that make `from_pretrained` load linear layers in 4 bit on a GPU.
 
     Raises:
         ConfigError: there is no GPU, or bitsandbytes or accelerate is missing or too old.

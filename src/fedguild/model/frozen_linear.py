@@ -1,8 +1,8 @@
 """Frozen linear layers through oneDNN on a CPU.
 
-A linear layer of a torch wheel runs in the BLAS that the wheel was built with; oneDNN, which the
-wheel also carries, is up to twice as fast on fp32 (docs/decisions/0004). A frozen weight needs no
-gradient of its own, so both passes are one product.
+A linear layer of a torch wheel runs in the BLAS that the wheel was built with. oneDNN, which the wheel also carries, is
+up to twice as fast on fp32 (docs/decisions/0004). A frozen weight needs no gradient, so both passes are a single
+product.
 """
 
 from __future__ import annotations

@@ -52,7 +52,6 @@ class MoeInfo:
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of one expert: its gate (if it has one), up and down projections."""
         return len(self.projections) * self.hidden * self.width
 
 

@@ -18,7 +18,7 @@ def model_inputs(backbone: Backbone, batch: SlotBatch, rows: PackedRows | None =
 
     Args:
         batch: The batch, on the model's device.
-        rows: The rows that the batch holds packed; None where it holds none.
+        rows: The rows packed in the batch; None if it is not packed.
 
     Raises:
         ModelError: the batch is for another kind of model, or its attention needs another implementation.
@@ -45,7 +45,7 @@ def model_inputs(backbone: Backbone, batch: SlotBatch, rows: PackedRows | None =
 def prefix_shared(segments: Tensor) -> Tensor:
     """Returns [R, 1, T, T] bool: a token attends to the prompt and its own segment up to itself.
 
-    It is made where the segments are, so that a batch on its way to a GPU takes no T values for each token.
+    Computed on the device of the segments, so that a batch sent to a GPU does not carry T values per token.
 
     Args:
         segments: [R, T], as in a `SlotBatch`. Padding attends to itself and the prompt, because a softmax over no
@@ -58,7 +58,7 @@ def prefix_shared(segments: Tensor) -> Tensor:
 
 
 def _attention(backbone: Backbone, allowed: Tensor) -> Tensor:
-    """Returns a batch's own attention in the form that the model takes; eager attention adds it to its scores."""
+    """Returns a batch's attention mask in the model's form; eager attention adds it to its scores."""
     kind = backbone.model.config._attn_implementation
     if kind in ("sdpa", ATTENTION):
         return allowed

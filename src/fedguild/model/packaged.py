@@ -17,7 +17,7 @@ _BUILDS = {
 
 
 def packaged(name: str) -> Path | None:
-    """Returns the folder of the packaged model of this name; None where there is no such name.
+    """Returns the folder of the packaged model of this name; None if there is none.
 
     Raises:
         ModelError: the package was built without that model's weights.

@@ -1,10 +1,10 @@
-"""Rows packed without padding: all tokens of a pass behind one another, each attending to its own row.
+"""Rows packed without padding: all tokens of a pass in one sequence, each attending to its own row.
 
 A pass over rows of unequal length computes its linear layers, norms and routers for the padding too, which on short
-instructions is most of the tokens. Packed, the model sees one row of all real tokens, which only its attention has to
-take apart. transformers calls the attention by name (`AttentionInterface`), so a backbone that can pack is given one
-of our own, which without packing is transformers' sdpa to the bit. What is needed of transformers is imported where
-there is a model: it brings all of transformers' modelling code, which takes two seconds.
+instructions is most of the tokens. Packed, the model sees one row of all real tokens, and only its attention has to
+separate them. transformers looks the attention up by name (`AttentionInterface`), so a backbone that can pack gets its
+own; without packing it equals transformers' sdpa bit for bit. transformers' modelling code takes two seconds to import,
+so this module imports it only where there is a model.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class PackedRows:
-    """The rows that one pass holds packed.
+    """The rows that one pass packs.
 
     N is the number of real tokens, R of rows, T the length of the longest.
 
@@ -44,21 +44,19 @@ class PackedRows:
 
     @property
     def longest(self) -> int:
-        """T."""
         return max(self.lengths)
 
     def to(self, device: torch.device) -> PackedRows:
-        """Returns the rows with their tensors on a device."""
         return replace(
             self, places=self.places.to(device, non_blocking=True), ends=self.ends.to(device, non_blocking=True)
         )
 
 
 def allow_packing(model: Any) -> bool:
-    """Gives a model the attention for packed rows; returns False where it has to stay as it is.
+    """Gives a model the attention for packed rows; returns False if it cannot pack.
 
-    It stays where rows meet outside the attention or within it in another way than causally: an encoder-decoder
-    model, sliding windows, recurrent or convolutional layers, or an attention other than sdpa.
+    It cannot if rows meet outside the attention, or within it other than causally: an encoder-decoder model, sliding
+    windows, recurrent or convolutional layers, or an attention other than sdpa.
     """
     config = model.config.get_text_config()
     suits = (
@@ -90,7 +88,7 @@ def _has_variable_length(device: torch.device, dtype: torch.dtype, keys: int, va
 
 
 def pays(batch: SlotBatch) -> bool:
-    """Whether a causal batch on the CPU has so much padding that packing pays."""
+    """Whether a causal batch on the CPU has so much padding that packing is worth it."""
     return batch.mask.numel() > PADDING_LIMIT * int(batch.mask.sum())
 
 
@@ -130,15 +128,15 @@ def packed_attention(
     is_masked: bool = True,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Returns the attention's output [B, T, heads, d], as `AttentionInterface` asks for it.
+    """Returns the attention's output [B, T, heads, d], in the form of `AttentionInterface`.
 
     Args:
         query: [B, heads, T, d].
         key: [B, key-value heads, T, d].
         value: [B, key-value heads, T, d'].
-        packed_rows: The rows packed in B = 1 and T = N; None where nothing is packed.
-        is_masked: Whether the mask is meant; if not, the attention is causal, as it is within packed rows.
-        options: What else a model gives to its attention, `scaling` among it.
+        packed_rows: The rows packed in B = 1 and T = N; None if nothing is packed.
+        is_masked: Whether the mask applies; if not, the attention is causal, as it is within packed rows.
+        options: Other arguments that a model gives to its attention, such as `scaling`.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -179,7 +177,7 @@ def _variable_length(query: Tensor, key: Tensor, value: Tensor, rows: PackedRows
 def _padded(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, options: dict[str, Any]
 ) -> Tensor:
-    """Returns [1, N, heads, d] by one call for all rows, which are padded for it; no query sees what follows it."""
+    """Returns [1, N, heads, d] by one call for all rows, padded; no query sees what follows it."""
 
     def apart(states: Tensor) -> Tensor:
         tokens = states[0].transpose(0, 1)

@@ -89,7 +89,7 @@ def trainable_shapes(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[int
 
 
 def initial_adapter(model: ModelInfo, plan: AdapterPlan, rng: torch.Generator) -> dict[str, Tensor]:
-    """Returns the initial values of everything that a plan loads, drawn in the order of its parts: for LoRA BA = 0."""
+    """Returns the initial values of everything that a plan loads, drawn in the order of its parts; BA = 0 for LoRA."""
     return {name: part.initial(name, shape, rng) for part in plan.parts for name, shape in part.shapes(model).items()}
 
 

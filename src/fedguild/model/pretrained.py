@@ -24,7 +24,7 @@ _PATHS = "model.path takes a hub id, a folder with config.json, a tokenizer and 
 
 
 def source_of(path: str) -> str:
-    """Returns the path for transformers of a `model.path`: the folder, or the hub id, before which the hub is asked."""
+    """Returns the path for transformers of a `model.path`: the folder, or the hub id once the hub has been reached."""
     place = packaged(path) or Path(path)
     if place.is_absolute() or place.exists():
         return str(place)
@@ -33,7 +33,7 @@ def source_of(path: str) -> str:
 
 
 def read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> PreTrainedConfig:
-    """Returns the config of a model that is to be loaded.
+    """Returns the config of a model to be loaded.
 
     Raises:
         ModelError: there is no such model, or its config cannot be read.
@@ -63,7 +63,7 @@ def loading(path: str, what: str = "") -> Iterator[None]:
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the first line of an error's message, with the second where the first announces it."""
+    """Returns the first line of an error's message, and the second if the first only announces it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return type(error).__name__
@@ -72,11 +72,6 @@ def reason_of(error: BaseException) -> str:
 
 def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Any:
     """Returns a model's tokenizer.
-
-    Args:
-        path: Hub id, folder, or `embedded`.
-        revision: Branch, tag or commit on the hub.
-        trust_remote_code: Whether the hub's own code may run.
 
     Raises:
         ModelError: the model has none.
@@ -96,7 +91,7 @@ def load_tokenizer(path: str, *, revision: str | None = None, trust_remote_code:
 
 
 def _require_one_of(files: Collection[str], folder: Path, cause: Exception | None = None) -> None:
-    """Raises ModelError for a model's folder with none of a tokenizer's files."""
+    """Raises ModelError if a model's folder has none of a tokenizer's files."""
     if folder.is_dir() and files and not any((folder / file).is_file() for file in files):
         raise ModelError(
             f"{folder} has no tokenizer: none of {', '.join(sorted(files))} is there.",
@@ -105,12 +100,11 @@ def _require_one_of(files: Collection[str], folder: Path, cause: Exception | Non
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """Returns the class of transformers that loads models of this config."""
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
 class _quiet:  # noqa: N801 - reads as a statement: `with _quiet():`
-    """Keeps transformers' progress bars out of our own output."""
+    """Keeps transformers' progress bars out of FedGuild's output."""
 
     def __enter__(self) -> None:
         self._level = transformers_logging.get_verbosity()

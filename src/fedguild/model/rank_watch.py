@@ -1,7 +1,7 @@
-"""A thread that says which rank of a sharded backbone does not come, while the rank itself waits for its GPU.
+"""A thread that names the rank of a sharded backbone that is late, while this rank waits for its GPU.
 
-On a GPU the gathers of layers are asynchronous: the host may wait in the middle of a layer for a result that never
-comes, and NCCL ends the process after its own timeout, before the agreement of the ranks (`ranks`) could name anyone.
+On a GPU the gathers of layers are asynchronous. The host may wait in the middle of a layer for a result that never
+comes, and NCCL ends the process after its own timeout, before the agreement of the ranks (`ranks`) can name anyone.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _log = logging.getLogger("fedguild")
 
 
 class RankWatch:
-    """Watches this rank's passes, and names those behind it when none has begun for too long.
+    """Watches this rank's passes, and names the ranks that are behind when none has begun for too long.
 
     Args:
-        store: The ranks' store, on a connection of its own.
-        key: What precedes a rank's number in the name under which the store has its passes.
-        limit_seconds: Time after which it speaks, once for each pass.
+        store: The ranks' store, on a separate connection.
+        key: Prefix of a rank's number in the name under which the store has its passes.
+        limit_seconds: Time after which it reports, once for each pass.
         clock: Seconds from any start.
     """
 
@@ -45,23 +45,20 @@ class RankWatch:
         self._ended = threading.Event()
 
     def begin(self, passes: int) -> None:
-        """Notes that this rank asks for its next pass, of that number."""
         self._began = passes, self._clock()
 
     def rest(self) -> None:
-        """Notes that this rank has nothing to compute, which may last."""
+        """Records that this rank has nothing to compute, which may last."""
         self._began = None
 
     def start(self) -> None:
-        """Watches in a thread until `end`."""
         threading.Thread(target=self._run, name="fedguild rank watch", daemon=True).start()
 
     def end(self) -> None:
-        """Stops watching."""
         self._ended.set()
 
     def look(self) -> None:
-        """Speaks if the last pass began too long ago."""
+        """Reports if the last pass began too long ago."""
         began = self._began
         if began is None or began[0] <= self._told or self._clock() - began[1] < self._limit:
             return

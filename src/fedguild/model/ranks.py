@@ -1,7 +1,7 @@
-"""The processes (ranks) that hold one backbone between them, and their agreement on what they compute next.
+"""The processes (ranks) that share one backbone's layers, and their agreement on what they compute next.
 
 A layer that is sharded over several ranks is gathered from all of them in each of its forward and backward passes.
-Ranks train clients of their own, with as many steps as these need, so before each pass they agree on what comes next. A
+Ranks train different clients, with different numbers of steps, so before each pass they agree on what comes next. A
 rank that wants something else, or nothing, takes part with an empty pass, which gathers and releases the same layers.
 """
 
@@ -59,12 +59,11 @@ class Ranks:
     Attributes:
         rank: Its number, from 0.
         size: Number of ranks.
-        device: The device that it computes on.
         store: The store through which the ranks met, on rank 0.
         timeout_seconds: Time that a rank waits for the others.
         empty: Takes part in a pass of other ranks, set by `fedguild.model.sharding`.
         empty_passes: Number of such passes so far.
-        watch: Names who hangs while this rank waits for its GPU; None on a CPU, where the agreement does.
+        watch: Names late ranks while this one waits for its GPU; None on a CPU, where the agreement does.
     """
 
     rank: int
@@ -87,17 +86,16 @@ class Ranks:
         port: int,
         timeout_seconds: float = TIMEOUT_SECONDS,
     ) -> Ranks:
-        """Meets the other ranks; returns when all are there.
+        """Meets the other ranks; returns when all have arrived.
 
         Args:
             rank: This process's number; rank 0 opens the port.
-            device: The device that this process computes on.
             address: Address of rank 0.
             port: Port of rank 0.
             timeout_seconds: Time that a rank waits for the others, here and later.
 
         Raises:
-            FedGuildError: the others did not come in time.
+            FedGuildError: the others did not arrive in time.
         """
         timeout = timedelta(seconds=timeout_seconds)
         try:
@@ -124,7 +122,7 @@ class Ranks:
         return ranks
 
     def watch_device(self, group: Any) -> None:
-        """Lets a GPU's communication wait longer than the ranks do, and watches meanwhile."""
+        """Extends the timeout of a GPU's communication beyond the ranks' own, and starts the watch."""
         longer = timedelta(seconds=self.timeout_seconds + DEVICE_MARGIN_SECONDS)
         group._get_backend(self.device)._set_default_timeout(longer)
         self.watch = RankWatch(self.store.clone(), _PASS, self.rank, self.size, self.timeout_seconds)  # type: ignore[attr-defined]
@@ -132,7 +130,7 @@ class Ranks:
 
     @classmethod
     def from_environment(cls, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks | None:
-        """Returns this process's place as `torchrun` gives it in the environment; None if there is one process only.
+        """Returns this process's place from `torchrun`'s environment variables; None for a single process.
 
         Raises:
             ConfigError: `torchrun`'s variables are incomplete.
@@ -151,17 +149,16 @@ class Ranks:
         return cls.join(int(rank), size, device, address, int(port) + 1, timeout_seconds)
 
     def close(self) -> None:
-        """Leaves the group."""
         if self.watch is not None:
             self.watch.end()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     def take(self, wanted: Event) -> None:
-        """Returns when all ranks have come to what this one wants; takes part in what others want before.
+        """Returns when all ranks have reached what this one wants; takes part in what others want before.
 
         Raises:
-            FedGuildError: a rank did not come in time; the message names it.
+            FedGuildError: a rank did not arrive in time; the message names it.
         """
         while (event := self._agree(wanted)) != wanted:
             self.empty_passes += 1
@@ -180,10 +177,10 @@ class Ranks:
 
     @contextmanager
     def naming_who_hangs(self) -> Iterator[None]:
-        """Turns a failed communication inside the block into an error that names the ranks that did not come.
+        """Turns a failed communication inside the block into an error that names the missing ranks.
 
         Raises:
-            FedGuildError: one did not.
+            FedGuildError: a rank did not arrive.
         """
         try:
             yield
@@ -193,7 +190,6 @@ class Ranks:
             raise self._missing(error) from error
 
     def _agree(self, wanted: Event) -> Event:
-        """Returns the largest of what the ranks want."""
         self._passes += 1
         if self.watch is not None:
             self.watch.begin(self._passes)
@@ -205,7 +201,7 @@ class Ranks:
         return Event(Direction(direction), stack)
 
     def _missing(self, error: Exception) -> FedGuildError:
-        """Returns the error that names the ranks behind this one, or those that do not wait, as the others do."""
+        """Returns the error that names the ranks that are behind this one, or else those that do not wait."""
         try:
             self.store.set(f"{_WAITS}/{self.rank}/{self._passes}", "1")
             reached = [int(self.store.get(f"{_PASS}/{rank}")) for rank in range(self.size)]

@@ -20,9 +20,9 @@ class Pass:
     """One forward pass over the rows of several slots.
 
     Attributes:
-        rows_per_slot: Rows of each slot, in slot order; where rows are packed, its tokens.
-        mask: [R, T] bool, False for padding; None where every token is real. In an encoder-decoder
-            model it is the encoder's.
+        rows_per_slot: Rows of each slot, in slot order; tokens if rows are packed.
+        mask: [R, T] bool, False for padding; None if every token is real. In an encoder-decoder model it is the
+            encoder's.
         active_experts: [S] active experts of each slot, on the device; None for the model's own.
         most_active: The largest of them.
         select: [P] positions in [R·T] at which logits are wanted; None for all.
@@ -52,7 +52,7 @@ class Pass:
         return self._slots[tokens]
 
     def place_in_slot(self, tokens: int, device: torch.device) -> Tensor:
-        """Returns [tokens], each real token's place among its slot's real tokens, from 0; anything for padding."""
+        """Returns [tokens], each real token's place among its slot's real tokens, from 0; arbitrary for padding."""
         if tokens not in self._places:
             slot, keep = self.slot_of_token(tokens, device), self.keep(tokens)
             real = torch.ones_like(slot) if keep is None else keep.to(slot.dtype)

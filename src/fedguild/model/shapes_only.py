@@ -1,9 +1,8 @@
 """A dispatch mode in which large tensors have shapes but no values, to run a server half without its memory.
 
-Inside `ShapesOnly` every tensor of more than `limit` values lies on torch's meta device, whatever creates
-it. Smaller tensors are real, so that counts, assignments and other small decisions are made as usual;
-where one is computed from a tensor without values, its values are arbitrary: numbers above 0 and up to 1,
-the integer 1, True.
+Inside `ShapesOnly` every tensor of more than `limit` values lies on torch's meta device, whatever creates it. Smaller
+tensors are real, so counts, assignments and other small decisions are computed as usual. If one is computed from a
+tensor without values, its values are arbitrary: numbers above 0 and up to 1, the integer 1, True.
 """
 
 from __future__ import annotations
@@ -23,13 +22,10 @@ _EQUAL = torch.ops.aten.equal.default
 
 
 class ShapesOnly(TorchDispatchMode):
-    """Keeps tensors of more than `limit` values on the meta device.
-
-    Args:
-        limit: Maximum number of values of a real tensor; 0 leaves only single values real.
+    """Keeps tensors of more than `limit` values on the meta device; `limit` 0 leaves only single values real.
 
     Attributes:
-        made_up: Whether some value was arbitrary so far, so that anything decided by it may be wrong.
+        made_up: Whether any value so far was arbitrary, so that decisions based on it may be wrong.
     """
 
     def __init__(self, limit: int = LIMIT) -> None:
@@ -42,7 +38,6 @@ class ShapesOnly(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Runs one operation of torch, on the meta device where a tensor of it is large."""
         options = dict(kwargs or {})
         tensors = list(_tensors((args, *options.values())))
         if not tensors and _makes(func):
@@ -58,7 +53,7 @@ class ShapesOnly(TorchDispatchMode):
         return self._sketched(func, args, options)
 
     def _made(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Returns the result of a function without tensor arguments, drawn only where it is small."""
+        """Returns the result of a function without tensor arguments; draws random values only if it is small."""
         sketch = func(*args, **{**_without_generator(options), "device": META})
         return sketch if sketch.numel() > self.limit else func(*args, **options)
 
@@ -85,7 +80,7 @@ class ShapesOnly(TorchDispatchMode):
 
 
 def _least_squares(matrix: Tensor, right: Tensor, *_: Any, **__: Any) -> tuple[Tensor, ...]:
-    """Returns the result of lstsq of [.., m, n] and [.., m, k] without values; torch has no meta kernel for it."""
+    """Returns the shapes of lstsq of [.., m, n] and [.., m, k]; torch has no meta kernel for it."""
     solution = matrix.mT @ right
     return solution, solution.new_empty(0), solution.new_empty(0), solution.new_empty(0)
 
@@ -94,7 +89,6 @@ _OWN = {torch.ops.aten.linalg_lstsq.default: _least_squares}
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yields the tensors of an operation's arguments."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -103,7 +97,7 @@ def _tensors(values: Any) -> Iterator[Tensor]:
 
 
 def _mapped(value: Any, change: Any) -> Any:
-    """Returns a value, or a tuple or list of values, its tensors changed."""
+    """Returns a value, or a tuple or list of values, with its tensors changed."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, tuple | list):
@@ -112,7 +106,7 @@ def _mapped(value: Any, change: Any) -> Any:
 
 
 def _described(value: Any) -> Any:
-    """Returns what determines an operation's shapes, as a key of a mapping."""
+    """Returns a hashable description of what determines an operation's shapes."""
     if isinstance(value, Tensor):
         return (value.shape, value.stride(), value.dtype)
     if isinstance(value, tuple | list):
@@ -121,7 +115,7 @@ def _described(value: Any) -> Any:
 
 
 def _without_generator(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments by name without a generator: the meta device draws nothing."""
+    """Drops the generator from the arguments: the meta device draws nothing."""
     return {name: None if isinstance(value, torch.Generator) else value for name, value in options.items()}
 
 

@@ -1,8 +1,8 @@
 """Frozen layers sharded over the ranks of a backbone, with torch's FSDP2 (docs/decisions/0018).
 
-Every rank holds its part of each layer's weights, split along the first axis (experts, or outputs), and the whole of
-the embeddings, the last norm and the head. A layer is gathered before it runs and released behind it, in forward and
-backward. Adapters are no parameters of the model, so that every rank has its own, whole.
+Every rank holds its part of each layer's weights, split along the first axis (experts, or outputs), and all of the
+embeddings, the last norm and the head. A layer is gathered before it runs and released after it, in forward and
+backward. Adapters are not parameters of the model, so every rank has complete adapters of its own clients.
 """
 
 from __future__ import annotations
@@ -85,7 +85,6 @@ class ShardedPasses:
                     store[name] = placed[id(tensor)][1]  # type: ignore[assignment]
 
     def _received(self, tensor: Tensor) -> Tensor:
-        """Returns a weight or buffer on this rank's device, with rank 0's values."""
         device = self._ranks.device
         value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.detach().to(device)
         value = value.contiguous()
@@ -97,7 +96,7 @@ class ShardedPasses:
         self._ranks.take(Event(Direction.FORWARD, stack))
 
     def _before_backward(self, stack: int, module: nn.Module, args: Any, output: Any) -> None:
-        """Lets a gradient that reaches a layer's output begin a backward pass of all ranks."""
+        """Starts a backward pass of all ranks when a gradient reaches a layer's output."""
         if not torch.is_grad_enabled():
             return
         for tensor in output if isinstance(output, tuple) else (output,):
@@ -119,7 +118,7 @@ class ShardedPasses:
 
 
 def _stacks(model: nn.Module, layers: Sequence[nn.Module]) -> list[tuple[nn.Module, list[nn.Module]]]:
-    """Returns each module that runs a list of layers, with the layers: one of a causal model, else two."""
+    """Returns each module that runs a list of layers, with the layers: one in a causal model, else two."""
     names = {id(module): name for name, module in model.named_modules()}
     by_owner: dict[str, list[nn.Module]] = {}
     for layer in layers:
@@ -135,7 +134,7 @@ def _with_gradient(module: nn.Module, args: Any, output: Tensor) -> None:
 
 
 def own_part(weight: Tensor) -> tuple[Tensor, slice]:
-    """Returns the part of a weight that this rank holds, and which entries of the first axis these are."""
+    """Returns the part of a weight that this rank holds, and its range of the first axis."""
     if not hasattr(weight, "to_local"):
         return weight, slice(None)
     local: Tensor = weight.to_local()

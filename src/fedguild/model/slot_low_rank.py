@@ -1,8 +1,8 @@
 """LoRA of a linear layer for several slots, added to the layer's own output in place.
 
-For devices other than a CPU: s · A is cast once until A changes, not once a pass; B's product is added to the frozen
-output by the product itself, with no tensor of that size in between; and one autograd function stands for the six
-operations that it replaces. A CPU adds the product of `slot_product`, which rounds in another order.
+For devices other than a CPU. s · A is cast once until A changes, not once a pass. B's product is added to the frozen
+output by the product itself, with no tensor of that size in between. One autograd function replaces six operations. A
+CPU adds the product of `slot_product`, which rounds in another order.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ def add_low_rank(
     """Adds s · B A x of every row to a linear layer's output, in place, and returns it.
 
     Args:
-        output: [..., out], contiguous; nothing else may need it as it is.
+        output: [..., out], contiguous; nothing else may read its old values.
         hidden: x, [..., in], slot-major.
         down: A, [S, r, in].
         up: B, [S, out, r].
         scale: [S] LoRA's scale.
-        rows: Rows of each slot (in any unit that `hidden`'s leading size is a multiple of).
+        rows: Rows of each slot, in any unit that divides `hidden`'s leading size.
         casts: The factors in the dtype of `hidden`.
     """
     used = casts.of(down, hidden.dtype, scale[:, None, None]), casts.of(up, hidden.dtype)

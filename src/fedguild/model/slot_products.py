@@ -2,8 +2,8 @@
 
 On a CPU, large enough fp32 products run in oneDNN, slot by slot (docs/decisions/0004). Otherwise slots with equal
 numbers of rows share one batched product. Slots with unequal numbers, as packed rows have, get a product each on a CPU,
-and share a grouped one elsewhere. A CPU's fp32 products of low rank are one call of our kernel then, where that is
-installed (docs/decisions/0020).
+and share a grouped one elsewhere. If the Numba kernel is installed, it computes a CPU's low-rank fp32 products of
+unequal slots in one call (docs/decisions/0020).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def slot_rows(rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Tensor
     Args:
         rows: [N, c], slot-major.
         matrices: [S, a, c].
-        counts: Rows of each slot, in a unit that N is a multiple of their sum of.
+        counts: Rows of each slot, in any unit; N is a multiple of their sum.
     """
     product: Tensor = _SlotRows.apply(None, rows, matrices, counts)  # type: ignore[no-untyped-call]
     return product
@@ -48,9 +48,9 @@ def add_slot_rows_in_place(total: Tensor, rows: Tensor, matrices: Tensor, counts
     """Adds the rows […, c] times their slot's transposed matrix to the total […, a], in place, and returns it.
 
     Args:
-        total: Contiguous; nothing else may need it as it is.
+        total: Contiguous; nothing else may read its old values.
         matrices: [S, a, c].
-        counts: As `slot_rows` takes them.
+        counts: As in `slot_rows`.
     """
     flat = rows.reshape(-1, rows.shape[-1])
     sum_of_both: Tensor = _AddSlotRows.apply(total, flat, matrices, counts)  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ class _SlotRows(torch.autograd.Function):
 
 
 def rows_of_slots(rows: Tensor, matrices: Tensor, counts: tuple[int, ...], total: Tensor | None = None) -> Tensor:
-    """Returns what `slot_rows` does, plus the total if there is one; not for autograd."""
+    """As `slot_rows`, plus the total if there is one; not for autograd."""
     if (groups := _groups(rows, matrices, counts)) is not None:
         product = groups.rows(rows, [_laid_out(matrices.transpose(1, 2))])
         return product if total is None else product.add_(total)
@@ -119,8 +119,7 @@ def rows_of_slots(rows: Tensor, matrices: Tensor, counts: tuple[int, ...], total
 def add_to_slot_rows(total: Tensor, rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> None:
     """Adds `slot_rows(rows, matrices, counts)` to the total [N, a] in place; not for autograd.
 
-    Only where slots have unequal numbers of rows and torch's grouped product is the one to take does the product exist
-    by itself first.
+    The product is formed separately only if slots have unequal numbers of rows and torch's grouped product computes it.
     """
     if (groups := _groups(rows, matrices, counts)) is not None:
         groups.add(total, rows, [matrices.transpose(1, 2)])
@@ -161,7 +160,6 @@ def outer_of_slots(left: Tensor, right: Tensor, counts: tuple[int, ...]) -> Tens
 
 
 def _product(left: Tensor, right: Tensor, total: Tensor | None = None) -> Tensor:
-    """Returns left [n, c] times right [m, c] transposed, plus the total."""
     if _suits_onednn(left, left.numel() * right.shape[0]):
         product = onednn_linear(left, right)
         return product if total is None else product.add_(total)
@@ -174,16 +172,16 @@ def _suits_onednn(rows: Tensor, multiplications: int) -> bool:
 
 
 def prefers_kernel(rows: Tensor, counts: tuple[int, ...]) -> bool:
-    """Whether products of low rank with such rows are our kernel's for a CPU: but for slots with equal numbers of rows.
+    """Whether the CPU kernel computes low-rank products with such rows: not for slots with equal numbers of rows.
 
-    A slot alone is the kernel's too, so that it gets the bits that it gets in company.
+    It does for a single slot, so that a slot gets the same bits alone and in a cohort.
     """
     batched = len(counts) > 1 and len(set(counts)) == 1
     return not batched and kernels.computes("low-rank", rows)
 
 
 def _groups(rows: Tensor, matrices: Tensor, counts: tuple[int, ...]) -> Groups | None:
-    """Returns the slots as the groups of our kernel for a CPU; None where it is not the one to take."""
+    """Returns the slots as the groups of the CPU kernel; None if it is not to be used."""
     suits = (
         min(matrices.shape[1:]) <= LOW_RANK and kernels.computes("low-rank", matrices) and prefers_kernel(rows, counts)
     )
@@ -197,7 +195,7 @@ def _groups_of(counts: tuple[int, ...], rows: Tensor) -> Groups:
 
 
 def _laid_out(matrices: Tensor) -> Tensor:
-    """Returns the matrices [S, c, a] as the kernel is fastest: with the longer side's values adjacent."""
+    """Returns the matrices [S, c, a] in the kernel's fastest layout: the longer side contiguous."""
     if matrices.shape[1] > matrices.shape[2]:
         return matrices.transpose(1, 2).contiguous().transpose(1, 2)
     return matrices.contiguous()
@@ -214,7 +212,7 @@ def _suits_grouped(rows: Tensor, *widths: int) -> bool:
 
 @lru_cache(maxsize=64)
 def _ends(counts: tuple[int, ...], rows: int, device: torch.device) -> Tensor:
-    """Returns [S] int32, where each slot's rows end; on the device already for all layers but a pass's first."""
+    """Returns [S] int32, where each slot's rows end; cached on the device for all layers of a pass after the first."""
     unit = rows // max(1, sum(counts))
     ends = torch.tensor([unit * end for end in accumulate(counts)], dtype=torch.int32)
     return ends.to(device, non_blocking=True)

@@ -76,7 +76,6 @@ class SlotModel:
         self.close()
 
     def close(self) -> None:
-        """Detaches the adapters and leaves the backbone unchanged."""
         for undo in self._undo:
             undo()
         self._undo.clear()
@@ -87,7 +86,7 @@ class SlotModel:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Detaches the adapters inside the block, in which another SlotModel may be attached.
+        """Detaches the adapters inside the block, so that another SlotModel can be attached.
 
         Their values stay, also those that a part sets when it attaches.
 
@@ -149,7 +148,7 @@ class SlotModel:
         """Returns copies of a slot's trainables, in fp32 on the CPU, at its own shapes.
 
         Args:
-            frozen: Whether to return its frozen tensors, too.
+            frozen: Whether to include its frozen tensors.
         """
         return {
             name: tensor.own(slot).to("cpu", self.dtype, copy=True).contiguous()
@@ -159,7 +158,6 @@ class SlotModel:
 
     @property
     def seq2seq(self) -> Seq2Seq | None:
-        """The input form of an encoder-decoder model; None for a causal model."""
         return self.backbone.info.seq2seq
 
     def running(self, name: str) -> Tensor:
@@ -184,7 +182,7 @@ class SlotModel:
         """Returns [P], the negative log-likelihood in nats of every target of the batch.
 
         With label smoothing ε it is the cross-entropy with 1 - ε on the target and ε spread over the vocabulary. Many
-        logits are computed in chunks, where the model's head is the last that it does.
+        logits are computed in chunks, if the model ends with its head.
 
         Raises:
             ModelError: the batch is for another kind of model, encoder-decoder or causal.
@@ -233,11 +231,11 @@ class SlotModel:
     def generate(self, prompts: Sequence[Sequence[Sequence[int]]], max_new_tokens: int) -> list[list[list[int]]]:
         """Returns the greedy continuations of every slot's prompts, cut before the end token.
 
+        Prompts that do not fit the device's memory at once are continued in two halves.
+
         Args:
             prompts: `prompts[slot][row]`, token ids.
             max_new_tokens: Longest continuation, in tokens.
-
-        Prompts that do not fit the device's memory at once are continued in two halves.
         """
         rows = [row for slot_rows in prompts for row in slot_rows]
         if not rows:
@@ -370,7 +368,7 @@ def _unless_full(mask: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 def _real_tokens(batch: SlotBatch) -> tuple[int, ...] | None:
-    """Returns each slot's real tokens; None where the mask is not on the host."""
+    """Returns each slot's real tokens; None if the mask is not on the host."""
     if batch.mask.device.type != "cpu":
         return None
     of_rows = iter(batch.mask.sum(dim=1).tolist())

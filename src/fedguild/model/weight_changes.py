@@ -42,7 +42,7 @@ def weight_modules(model: ModelInfo) -> dict[str, tuple[str, ...]]:
 
 
 def require_unquantised(model: nn.Module, name: str, hint: str) -> None:
-    """Raises ModelError with the hint if a model's weights are in 4 bit, as nothing can be added to those."""
+    """Raises ModelError with the hint if a model's weights are in 4 bit, since nothing can be added to them."""
     if getattr(model, "hf_quantizer", None) is not None:
         raise ModelError(f"{name} was loaded in 4 bit, and changes cannot be merged into 4-bit weights.", hint)
 
@@ -121,7 +121,7 @@ def merged(model: nn.Module, info: ModelInfo, merges: Mapping[str, Tensor]) -> I
     touched.
 
     Args:
-        merges: The changes, in the form that `changes` takes; if empty, nothing is done.
+        merges: The changes, as in `changes`; if empty, nothing is done.
 
     Raises:
         ModelError: the weights are in 4 bit, or a change fits no weight.

@@ -1,7 +1,7 @@
 """Checks of a model folder's weight files against its config, from the files' headers without reading a weight.
 
 transformers refuses weights of wrong shapes only after reading them, and initialises missing weights at random. Here
-its own loading code runs first on tensors of the meta device, which have shapes but no values.
+its own loading code runs first on meta tensors, which have shapes but no values.
 """
 
 from __future__ import annotations

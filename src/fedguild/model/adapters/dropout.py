@@ -2,12 +2,12 @@
 
 Every element has its own random number, a function of integers alone: the slot's seed (run, round, client, step), the
 layer's name, the token's place among the slot's real tokens, and the feature. A client in a cohort therefore gets the
-same mask as alone, beside any padding, on a CPU as on a GPU, and a recomputed layer gets the same mask again; nothing
-is drawn on the host or copied from it while a layer runs.
+same mask as alone, with any padding, on a CPU as on a GPU, and a recomputed layer gets the same mask again. Nothing is
+drawn on the host or copied from it while a layer runs.
 
 The function is SplitMix64 (Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, Section 5,
-Figure 17), whose n-th output is `mix64(key + n·GAMMA)`: the layer's key seeds a generator that gives one key for every
-token, and each of those gives two 32-bit numbers an output.
+Figure 17), whose n-th output is `mix64(key + n·GAMMA)`. The layer's key seeds a generator that gives one key for every
+token; each of these gives two 32-bit numbers per output.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ class Dropout:
         self._on_device = None
 
     def __call__(self, hidden: Tensor, layer: str, current: Pass, rates: Sequence[float]) -> Tensor:
-        """Returns `hidden` [..., H] with dropout on the slots' real tokens, at each slot's rate."""
         if self._seeds is None or not any(rates):
             return hidden
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -67,7 +66,7 @@ def kept(keys: Tensor, least: Tensor, features: int) -> Tensor:
 
     Args:
         keys: [N] int64, the key of each token.
-        least: [N] int32, the smallest of the 2³² numbers, -2³¹ to 2³¹ - 1, with which a token's element is kept.
+        least: [N] int32; an element is kept if its number, from -2³¹ to 2³¹ - 1, is at least this.
         features: H.
     """
     if kernels.runs("dropout", keys.device):
@@ -93,7 +92,7 @@ def mix64(values: Tensor) -> Tensor:
 
 
 def _shifted(values: Tensor, places: int) -> Tensor:
-    """Returns the values shifted right with zeros on the left; torch repeats the sign there."""
+    """Logical right shift; torch's repeats the sign."""
     return (values >> places).bitwise_and_((1 << (64 - places)) - 1)
 
 
@@ -109,7 +108,7 @@ def _layer_key(layer: str) -> int:
 
 @cache
 def _table(rates: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns each slot's smallest number that is kept [S] int32, and the factor on what is kept [S]."""
+    """Returns [S] int32, the smallest number that each slot keeps, and [S], the factor on what is kept."""
     least = torch.tensor([_LOWEST + round(rate * 2**32) for rate in rates], dtype=torch.int32)
     factor = torch.tensor([1 / (1 - rate) for rate in rates], dtype=dtype)
     return least.to(device, non_blocking=True), factor.to(device, non_blocking=True)

@@ -40,7 +40,6 @@ class FullExperts(AdapterPart):
         }
 
     def layout(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Layout:
-        """Returns [M, S, out, in], (expert, slot) groups side by side."""
         return Layout(shape, axis=1)
 
     def attach(self, host: AdapterHost, parts: Sequence[FullExperts]) -> None:

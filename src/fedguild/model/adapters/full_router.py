@@ -24,7 +24,6 @@ class FullRouter(AdapterPart):
     folds_into_weights = True
 
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
-        """Returns `{router}.delta` -> (M, H) for every MoE layer."""
         return {delta_name(moe.router): (moe.num_experts, moe.hidden) for moe in model.moe}
 
     def attach(self, host: AdapterHost, parts: Sequence[FullRouter]) -> None:
@@ -33,7 +32,7 @@ class FullRouter(AdapterPart):
 
 
 def delta_name(router: str) -> str:
-    """Returns the name of the trainable of the router at this module path."""
+    """Returns the name of the change of the router at this module path."""
     return f"{router}.delta"
 
 

@@ -147,7 +147,6 @@ class LoraHooks:
         return torch.where(own, self._scale[:, None], 0.0)
 
     def _factors(self, module: str) -> tuple[Tensor, ...]:
-        """Returns the storage of A and B, and of R if there is one."""
         return tuple(self._host.running(f"{module}.{kind}") for kind in self._kinds)
 
     def _term(self, module: str) -> Callable[[Tensor], Tensor]:
@@ -181,15 +180,14 @@ class LoraHooks:
 
 
 def in_place(output: Tensor, hidden: Tensor) -> bool:
-    """Whether a linear layer's low-rank product is added to its output in place: on a GPU."""
     return output.device.type != "cpu" and output.is_contiguous() and output.dtype is hidden.dtype
 
 
 class ReadyFactors:
     """The factors of one layer as its products take them: A scaled, all in the dtype of the products.
 
-    They are made once and kept until one is written to: once for all passes of a step, and in an evaluation once for
-    all passes, of which generation has one for each token.
+    They are computed once and kept until a factor is written to: for all passes of a step, and for all passes of an
+    evaluation, where generation has one per token.
 
     Args:
         scale: [S] LoRA's scale.
@@ -220,19 +218,19 @@ def slot_product(
         down: A, [S, r, in].
         up: B, [S, out, r].
         scale: [S] LoRA's scale.
-        rows: Rows of each slot (in any unit that `hidden`'s leading size is a multiple of).
+        rows: Rows of each slot, in any unit that divides `hidden`'s leading size.
         middle: R, [S, r, r]; None if there is none.
     """
     return through_factors(hidden, ReadyFactors(scale, down, up, middle).of(hidden.dtype), rows)
 
 
 def through_factors(hidden: Tensor, factors: Sequence[Tensor], rows: tuple[int, ...]) -> Tensor:
-    """Returns s · B A x of every row, or s · B R A x, with the factors of the row's slot.
+    """As `slot_product`, for factors that are ready.
 
     Args:
         hidden: [..., in], slot-major: the rows of slot 0 first.
         factors: s A [S, r, in], R [S, r, r] if there is one, and B [S, out, r], in the dtype of the rows.
-        rows: Rows of each slot (in any unit that `hidden`'s leading size is a multiple of).
+        rows: Rows of each slot, in any unit that divides `hidden`'s leading size.
     """
     shape = hidden.shape
     flat = hidden.reshape(-1, shape[-1])
@@ -252,7 +250,7 @@ def through_factors(hidden: Tensor, factors: Sequence[Tensor], rows: tuple[int, 
 
 
 def _through(rows: Tensor, factors: Sequence[Tensor]) -> Tensor:
-    """Returns the rows [.., n, in] times each factor [.., out, in] transposed, one after the other."""
+    """Multiplies the rows [.., n, in] by each transposed factor [.., out, in] in turn."""
     for factor in factors:
         rows = rows @ factor.transpose(-1, -2)
     return rows
@@ -265,9 +263,9 @@ def kaiming_uniform(shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
 
 
 def orthogonal_rows(down: Tensor, norm: float) -> Tensor:
-    """Returns A with rows of one norm, each made orthogonal to those before (Gram and Schmidt).
+    """Returns A with rows of equal norm, each orthogonal to those before (Gram-Schmidt).
 
-    Where a module has more ranks than inputs, so that they cannot be orthogonal, the rows are scaled to the norm alone.
+    If a module has more ranks than inputs, its rows cannot be orthogonal and are only scaled to the norm.
 
     Args:
         down: A [.., r, in].

@@ -36,7 +36,6 @@ class OutputScale(AdapterPart):
 
     @property
     def cohort_key(self) -> object:
-        """The kind; slots may differ in their initial values."""
         return OutputScale, self.kind
 
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
@@ -59,5 +58,4 @@ class OutputScale(AdapterPart):
             layer.output_scale = fixed if self.kind == "fixed" else host.running(self.name_in(layer.info))
 
     def name_in(self, moe: MoeInfo) -> str:
-        """Returns the name of a layer's trained factor."""
         return SHARED if self.kind == "shared" else f"{moe.name}.{SHARED}"

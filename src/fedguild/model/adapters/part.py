@@ -1,7 +1,7 @@
 """Adapter parts: the kinds of trainables in an adapter, and their interface to the model.
 
 LoRA, an output scale, a router trained in full and a mixture of LoRA experts are all parts. A part derives its tensors
-from the model's description alone and hooks them into a backbone through `AdapterHost`, never through the class that
+from the model's description alone. It hooks them into a backbone through `AdapterHost`, never through the class that
 runs it.
 """
 
@@ -26,9 +26,6 @@ class AdapterHost(Protocol):
     """The slots that a part attaches to: S adapters on one backbone (`fedguild.model.slots.SlotModel`).
 
     Attributes:
-        backbone: The frozen model.
-        slots: S.
-        device: The backbone's device.
         dtype: The dtype of the adapters' tensors.
         loaded: Name -> storage of everything that the adapters load, allocated before any part attaches.
         attached: Objects that a part's `attach` leaves for its method, by the part's type.
@@ -64,14 +61,14 @@ class AdapterHost(Protocol):
 
 @dataclass(frozen=True)
 class Standalone:
-    """A part as code for plain transformers, which `fedguild export` writes where nothing can be merged.
+    """A part as code for plain transformers, which `fedguild export` writes if the part cannot be merged.
 
     Attributes:
         source: The file with a class `FedGuildForCausalLM(Base)`, which imports nothing of FedGuild, and `Base` by the
             line `from transformers import PreTrainedModel as Base`. It finds `settings`, with the tensors' `shapes`, in
-            `config.fedguild`, and registers each tensor as a buffer of a module `fedguild`, its dots as slashes.
+            `config.fedguild`, and registers each tensor as a buffer of a module `fedguild`, dots in names replaced by
+            slashes.
         settings: Plain JSON values.
-        tensors: Name -> tensor.
         merges: Whether the plan's other parts are merged into the weights; if not, `tensors` has them.
     """
 
@@ -89,7 +86,7 @@ class AdapterPart:
 
     Attributes:
         folds_into_weights: Whether the part's trainables can be merged into the backbone's own weights.
-        packs: Whether rows may be packed without padding beside the part; one that does not sets `needs_rows` too.
+        packs: Whether rows may be packed without padding; a part that cannot also sets `needs_rows`.
     """
 
     folds_into_weights: ClassVar[bool] = False
@@ -109,7 +106,7 @@ class AdapterPart:
         return {}
 
     def trains(self, name: str) -> bool:
-        """Whether one of its tensors is trained; if not, it has no gradient and is not read out after training."""
+        """Whether one of its tensors is trained; otherwise it has no gradient and is not read out after training."""
         return True
 
     def initial(self, name: str, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
@@ -125,7 +122,7 @@ class AdapterPart:
         return Layout(shape)
 
     def frozen_product_parameters(self, model: ModelInfo) -> int:
-        """Returns the backbone's parameters that a token is multiplied with once more in the part; by default 0."""
+        """Returns the backbone's parameters that the part multiplies a token with once more; by default 0."""
         return 0
 
     def attach(self, host: AdapterHost, parts: Sequence[Any]) -> None:

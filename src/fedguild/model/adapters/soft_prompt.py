@@ -1,7 +1,6 @@
 """Soft prompts: n trained vectors in front of every row, in place of the embeddings of n tokens.
 
-B. Lester, R. Al-Rfou, N. Constant, "The Power of Scale for Parameter-Efficient Prompt Tuning",
-EMNLP 2021.
+B. Lester, R. Al-Rfou, N. Constant, "The Power of Scale for Parameter-Efficient Prompt Tuning", EMNLP 2021.
 
 The rows get n positions in front (`widened`), which a hook on the input embedding fills. Layers, routers and counts
 treat these as ordinary tokens; nothing is predicted at these positions.
@@ -35,7 +34,7 @@ class SoftPrompt(AdapterPart):
     Attributes:
         tokens: n.
         text: The text whose token embeddings are the prompt's initial value, cut or repeated to n as in peft. They are
-            read from the backbone when the part attaches, so any machine with the backbone has the initial prompt,
+            read from the backbone when the part attaches, so any machine with the backbone has the initial prompt
             without a download. Empty if the prompt is loaded anyway; it is zero until then.
     """
 
@@ -117,7 +116,7 @@ def prepend(host: AdapterHost, tokens: Sequence[int], prompt: Callable[[], Tenso
 
 
 def _text_embeddings(host: AdapterHost, text: str, count: int) -> Tensor:
-    """Returns the embeddings [count, d] of a text's tokens, its special tokens in front included."""
+    """Returns the embeddings [count, d] of a text's tokens, including special tokens at its start."""
     ids = encode_prompt(text, host.backbone.tokenizer)
     if not ids:
         raise ConfigError(f"The soft prompt's text {text!r} has no token.", "Give it a text to start from.")

@@ -77,7 +77,6 @@ class SlotTensor:
         self.own(slot).copy_(value)
 
     def slot_factor(self, values: Tensor) -> Tensor:
-        """Returns [S] values shaped to multiply the storage slot by slot."""
         shape = [1] * self.stored.dim()
         shape[self.axis] = values.shape[0]
         return values.view(shape)

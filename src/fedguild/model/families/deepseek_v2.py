@@ -22,7 +22,7 @@ class DeepseekV2(Family):
 
 
 def number(router: Any, name: str) -> Any:
-    """Returns an attribute of a router; 1 where it has none or None."""
+    """Returns an attribute of a router; 1 if it is missing or None."""
     value = getattr(router, name, None)
     return 1 if value is None else value
 

@@ -12,7 +12,6 @@ class Mixtral(Family):
     """Mixtral; see the module's docstring."""
 
     def rule(self, router: Any) -> RoutingRule:
-        """Returns softmax over all experts, the best k renormalised."""
         return RoutingRule(renormalise=True)
 
 

@@ -1,14 +1,13 @@
 """SwitchTransformers: experts that transformers stores separately, stacked for the view.
 
-A sparse MLP of this family has a router that takes the best expert of each token, times its
-probability, and a `ModuleDict` of experts without a gate: wo relu(wi x). The stack takes the
-place of the `ModuleDict`, so the experts run grouped and with the trainables of several slots, like
-those of every other family. `published` returns a weight's original names in transformers.
+A sparse MLP of this family has a router that takes the best expert of each token, times its probability, and a
+`ModuleDict` of experts without a gate: wo relu(wi x). The stack takes the place of the `ModuleDict`, so the experts run
+grouped and with the trainables of several slots, like those of every other family. `published` returns a weight's
+original names in transformers.
 
-Source: Fedus et al., Switch Transformers, JMLR 2022, Section 2; transformers'
-`SwitchTransformersSparseMLP`, whose expert capacity is counted in each row, earlier tokens first.
-Deviation: the expert is chosen in fp32, where transformers first rounds the probabilities to the
-model's dtype, so that in bf16 a near tie may fall to the other expert.
+Source: Fedus et al., Switch Transformers, JMLR 2022, Section 2; transformers' `SwitchTransformersSparseMLP`, whose
+expert capacity is counted in each row, earlier tokens first. Deviation: the expert is chosen in fp32, while
+transformers first rounds the probabilities to the model's dtype, so in bf16 a near tie may go to the other expert.
 """
 
 from __future__ import annotations
@@ -35,12 +34,7 @@ _PUBLISHED = {"up_proj": "wi", "down_proj": "wo"}
 
 
 class SwitchExperts(nn.Module):
-    """The experts of one layer: up_proj [M, F, H] (wi) and down_proj [M, H, F] (wo), frozen.
-
-    Args:
-        up: [M, F, H].
-        down: [M, H, F].
-    """
+    """The experts of one layer: up_proj [M, F, H] (wi) and down_proj [M, H, F] (wo), frozen."""
 
     up_proj: nn.Parameter
     down_proj: nn.Parameter
@@ -92,7 +86,6 @@ class SwitchTransformers(Family):
         return MoeInfo(name, router, f"{name}.experts", num_experts, 1, hidden, width, PROJECTIONS)
 
     def rule(self, router: Any) -> RoutingRule:
-        """Returns softmax over all experts."""
         return RoutingRule()
 
     def capacity(self, router: Any) -> int | None:

@@ -1,11 +1,11 @@
-"""Kernels of ours, and others', in place of torch's: which of them run, on which device.
+"""FedGuild's kernels, and Liger-Kernel's, in place of torch's: which of them run, on which device.
 
-Two kinds run on a GPU. Our own, in Triton: products of (expert, slot) groups (`segmented`), the cross-entropy
-(`cross_entropy`), dropout's mask (`dropout`) and the step of Adam (`adam`). Liger-Kernel's, in place of a frozen
-model's norms, rotary embedding and gates (`fused`). A CPU runs our own, in Numba, on torch's threads (`threads`):
-products of groups (`cpu_groups`), the step of Adam (`cpu_adam`), and norms, rotary embedding and gates (`cpu_fused`).
+On a GPU, Triton kernels compute products of (expert, slot) groups (`segmented`), the cross-entropy (`cross_entropy`),
+dropout's mask (`dropout`) and the step of Adam (`adam`). Liger-Kernel's compute a frozen model's norms, rotary
+embedding and gates (`fused`). On a CPU, Numba kernels on torch's threads (`threads`) compute products of groups
+(`cpu_groups`), the step of Adam (`cpu_adam`), and norms, rotary embedding and gates (`cpu_fused`).
 
-On a CPU all of its own run, on a GPU that Triton compiles for those whose package is installed. The variable
+By default all kernels run on a CPU. On a GPU that Triton supports, those run whose package is installed. The variable
 `FEDGUILD_KERNELS` is `auto` (the default), `none`, or the names of those that must run and no others:
 `FEDGUILD_KERNELS=low-rank,grouped`. `docs/decisions/0016` and `0019` to `0021` say what each is for.
 """
@@ -55,7 +55,7 @@ def runs(name: str, device: torch.device) -> bool:
 
 
 def computes(name: str, values: Tensor) -> bool:
-    """Whether a kernel of ours in Numba computes with a tensor.
+    """Whether a Numba kernel computes with a tensor.
 
     Raises:
         ConfigError: as `runs`.
@@ -64,20 +64,19 @@ def computes(name: str, values: Tensor) -> bool:
 
 
 def has_plain_values(values: Tensor) -> bool:
-    """Whether a tensor's values are at its address in the CPU's memory as they are, in fp32."""
+    """Whether a tensor's fp32 values lie unchanged in the CPU's memory at its address."""
     plain = type(values) is Tensor or type(values) is Parameter
     plain = plain and values.dtype is torch.float32 and values.device.type == "cpu"
     return plain and not values.is_neg() and not values._is_zerotensor()
 
 
 def language(device: torch.device) -> str:
-    """Returns the package in which our own kernels for a device are written."""
+    """Returns the package in which the kernels for a device are written."""
     return "numba" if device.type == "cpu" else "triton"
 
 
 @cache
 def is_new_enough(device: torch.device) -> bool:
-    """Whether Triton compiles for a GPU."""
     return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= OLDEST
 
 
@@ -86,7 +85,7 @@ def chosen(setting: str, kind: str = "cuda") -> frozenset[str]:
     """Returns the kernels that a value of FEDGUILD_KERNELS lets a kind of device run.
 
     Args:
-        kind: `cuda` or `cpu`. What only the other runs may be named; it is left out.
+        kind: `cuda` or `cpu`. Kernels of the other kind may be named; they are left out.
 
     Raises:
         ConfigError: a name is unknown, or its package is not installed.

@@ -1,11 +1,11 @@
 """One step of Adam or AdamW for all trainables of all slots in one launch, in Triton.
 
-torch's fused kernels take one rate and one count a call. Here each slot has its own, its own factor on the gradient
-(clipping), and each (expert, slot) entry may be left out, all read on the device. A program finds what it updates in a
-table of addresses, so that a step is one launch for each dtype, whatever the number of trainables, experts and slots.
-An element is computed in the same way whoever else is updated: a slot's bits do not depend on the others.
+torch's fused kernels take one rate and one count per call. Here each slot has its own, with its own factor on the
+gradient (clipping), and each (expert, slot) entry may be left out, all read on the device. A program finds what it
+updates in a table of addresses, so a step is one launch for each dtype, whatever the number of trainables, experts and
+slots. A slot's bits do not depend on the other slots.
 
-What is computed is Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019, Algorithm 2, as in
+The formulas are Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019, Algorithm 2, as in
 `torch.optim.AdamW` (or `torch.optim.Adam`), in the trainables' own dtype.
 """
 
@@ -43,14 +43,14 @@ def adam_step(
     decoupled: bool,
     factor: Tensor | None = None,
 ) -> None:
-    """Updates all slots that have a rate, in place; nothing is copied but one small table, and nothing waited for.
+    """Updates all slots that have a rate, in place; copies one small table to the device and waits for nothing.
 
     Args:
         updates: Trainables of one dtype, fp32 or fp64, on one device.
         rates: [S] each slot's learning rate; None for a slot that keeps its values and moments.
         counts: [S] each slot's steps, this one included.
         eps: Added to the root of the second moment.
-        decoupled: Whether it is AdamW's; else it is added to the gradient.
+        decoupled: Whether weight decay is AdamW's; otherwise it is added to the gradient.
         factor: [S] factor on each slot's gradient, on the device; None for 1.
     """
     numbers = step_numbers(rates, counts, betas, eps, decay)
@@ -69,7 +69,7 @@ def _launch(
     decoupled: bool,
     aligned: bool,
 ) -> None:
-    """Updates some trainables that are all aligned or may all not be."""
+    """Updates trainables that are either all aligned or treated as unaligned."""
     value = updates[0].state.tensors[0]
     of_tile, first_tiles = _tiles(tuple((state.rows, state.inner) for state, _, _ in updates), value.device)
     rows = [_row(update, first) for update, first in zip(updates, first_tiles, strict=True)]
@@ -96,7 +96,7 @@ def _launch(
 
 
 def _is_aligned(update: Update) -> bool:
-    """Whether every row begins at a multiple of `ALIGNMENT` bytes, and fills one, so that a thread loads so many."""
+    """Whether rows start and end at multiples of `ALIGNMENT` bytes, so that a thread can load as many at once."""
     bytes_of_row = update.state.inner * update.grad.element_size()
     return not any(number % ALIGNMENT for number in (bytes_of_row, *map(address, _tensors(update))))
 
@@ -114,7 +114,7 @@ def _row(update: Update, first_tile: int) -> list[int]:
 
 
 def _table(rows: Sequence[Sequence[int]], numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Returns the rows and the bits of the numbers behind them, [n] int64 on the device, by one copy."""
+    """Returns [n] int64 on the device: the rows, then the bits of the numbers, in one copy."""
     whole = torch.tensor([number for row in rows for number in row], dtype=torch.int64)
     table = torch.cat([whole, torch.tensor(numbers, dtype=torch.float64).view(torch.int64)])
     if device.type == "cuda":
@@ -124,7 +124,7 @@ def _table(rows: Sequence[Sequence[int]], numbers: Sequence[float], device: torc
 
 @lru_cache(maxsize=16)
 def _tiles(shapes: tuple[tuple[int, int], ...], device: torch.device) -> tuple[Tensor, tuple[int, ...]]:
-    """Returns the trainable of each program [T] int32, on the device, and each trainable's first program.
+    """Returns [T] int32 on the device, the trainable of each program, and each trainable's first program.
 
     Args:
         shapes: The rows of each trainable, and the elements of a row.

@@ -18,15 +18,14 @@ NUMBERS = 4
 
 
 class State:
-    """One trainable of all slots and its moments, all contiguous and of one shape; they stay where they are.
+    """One trainable of all slots and its moments, all contiguous and of one shape, at fixed addresses.
 
     Args:
         value: [S, …] or [M, S, …].
 
     Attributes:
         tensors: The value and its moments.
-        dtype: Theirs.
-        rows: How many contiguous rows they have, one for each slot, or for each (entry, slot).
+        rows: Number of contiguous rows: one for each slot, or for each (entry, slot).
         inner: The elements of a row.
         fixed: What a kernel reads of it at every step, as 64-bit numbers: three addresses, rows, inner, decays.
     """
@@ -56,7 +55,7 @@ class Update(NamedTuple):
 
 
 def mask_place(update: Update) -> tuple[int, int, int]:
-    """Returns where an update's mask begins, and its strides; zeros for none."""
+    """Returns the address and the strides of an update's mask; zeros without one."""
     mask = update.mask
     if mask is None:
         return 0, 0, 0
@@ -67,20 +66,14 @@ def mask_place(update: Update) -> tuple[int, int, int]:
 
 
 def address(tensor: Tensor) -> int:
-    """Returns where a tensor begins; 0 where there are no values."""
+    """Returns a tensor's address; 0 if it has no values."""
     return 0 if tensor.device.type == "meta" else tensor.data_ptr()
 
 
 def step_numbers(
     rates: Sequence[float | None], counts: Sequence[int], betas: tuple[float, float], eps: float, decay: float
 ) -> list[float]:
-    """Returns the constants, and of each slot whether it steps, its rate, and its bias corrections as factors.
-
-    Args:
-        rates: [S] each slot's learning rate; None for a slot that keeps its values and moments.
-        counts: [S] each slot's steps, this one included.
-        eps: Added to the root of the second moment.
-    """
+    """Returns the constants, then for each slot whether it steps, its rate, and its bias corrections as factors."""
     numbers = [betas[0], betas[1], eps, decay]
     for rate, count in zip(rates, counts, strict=True):
         if rate is None:

@@ -1,13 +1,13 @@
 """One step of Adam or AdamW for all trainables of all slots in one pass on a CPU, in Numba.
 
-torch's fused kernels take one rate and one count a call. Here each slot has its own, its own factor on the gradient
-(clipping), and each (expert, slot) entry may be left out: it is not touched. Rows that lie side by side and belong to
-slots with the same numbers are one loop. Every element is read and written once, by one thread, so that the memory sets
-the pace, as it does for torch's.
+torch's fused kernels take one rate and one count per call. Here each slot has its own, with its own factor on the
+gradient (clipping), and each (expert, slot) entry may be left out and is not touched. Adjacent rows of slots with the
+same numbers are one loop. Every element is read and written once, by one thread, so memory bandwidth is the limit, as
+it is for torch's.
 
-What is computed is that of `adam`, the kernel of a GPU, and of torch, in the trainables' own dtype. No operation is
-fused with another or reordered, and each is rounded as IEEE 754 has it: an element's bits depend neither on its place
-in a vector, nor on the other slots, nor on the number of threads.
+The formulas are those of `adam`, the GPU's kernel, and of torch, in the trainables' own dtype. No operation is fused
+with another or reordered, and each is rounded as in IEEE 754. An element's bits depend neither on its place in a
+vector, nor on the other slots, nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -59,16 +59,7 @@ def adam_step(
     decoupled: bool,
     factor: Tensor | None = None,
 ) -> None:
-    """Updates all slots that have a rate, in place.
-
-    Args:
-        updates: Trainables of one dtype, fp32 or fp64.
-        rates: [S] each slot's learning rate; None for a slot that keeps its values and moments.
-        counts: [S] each slot's steps, this one included.
-        eps: Added to the root of the second moment.
-        decoupled: Whether it is AdamW's; else it is added to the gradient.
-        factor: [S] factor on each slot's gradient; None for 1.
-    """
+    """Updates all slots that have a rate, in place; the arguments are those of `adam.adam_step`, on the CPU."""
     numbers = step_numbers(rates, counts, betas, eps, decay)
     factors = [1.0] * len(rates) if factor is None else factor.tolist()
     own = [_own(numbers[NUMBERS * (slot + 1) :], decay, factors[slot], decoupled) for slot in range(len(rates))]
@@ -93,7 +84,7 @@ def _place(grad: Tensor) -> int:
 
 
 def _own(numbers: Sequence[float], decay: float, factor: float, decoupled: bool) -> list[float]:
-    """Returns a slot's own numbers as the kernel takes them."""
+    """Returns a slot's own numbers in the order of the kernel."""
     steps, rate, size, root = numbers[:NUMBERS]
     if not steps:
         return [0.0] * OWN
@@ -101,7 +92,7 @@ def _own(numbers: Sequence[float], decay: float, factor: float, decoupled: bool)
 
 
 def _alike(own: Sequence[Sequence[float]]) -> list[int]:
-    """Returns of each slot [S] how many slots from it on have its numbers."""
+    """Returns, for each slot [S], how many successive slots have its numbers, itself included."""
     alike = [1] * len(own)
     for slot in reversed(range(len(own) - 1)):
         if own[slot] == own[slot + 1]:
@@ -111,7 +102,7 @@ def _alike(own: Sequence[Sequence[float]]) -> list[int]:
 
 @njit(error_model="numpy")
 def _update(tensors, start, elements, floats, own, decays):
-    """Updates elements that lie side by side, all by the same numbers."""
+    """Updates adjacent elements, all by the same numbers."""
     new1, beta2, new2, eps = floats[0], floats[1], floats[2], floats[3]
     factor, size, inverse_root = floats[own + 1], floats[own + 4], floats[own + 5]
     coupled = decoupled = floats[own] - floats[own]
@@ -134,7 +125,7 @@ def _update(tensors, start, elements, floats, own, decays):
 
 @njit(error_model="numpy")
 def _pass_over(tensors, start, end):
-    """Asks for the last elements of a gap: a CPU's own prefetching stops there, which costs more than the gap saves."""
+    """Prefetches the end of a gap: a CPU's own prefetching stops there, which costs more than the gap saves."""
     for i in range(max(start, end - NEAR), end, LANES):
         for tensor in range(4):
             prefetch(tensors[tensor], i)

@@ -1,11 +1,10 @@
 """RMS norms, rotary embeddings and SiLU gates of a frozen model on a CPU, in Numba: each in one pass over its values.
 
-torch computes them operation by operation, five to eight of them forward and more backward, each with a tensor of its
-own (docs/decisions/0020). Here a value is read once, and what
-the backward pass can compute again is not kept.
+torch computes them operation by operation, five to eight of them forward and more backward, each with its own tensor
+(docs/decisions/0020). Here a value is read once, and what the backward pass can recompute is not kept.
 
-All is for fp32; `fused` lets other tensors take the module's own way. A row's result depends neither on the other rows
-nor on the number of threads. The exponential function is a polynomial, right to some units in the last place.
+Everything is fp32; `fused` leaves other tensors to the module's own code. A row's result depends neither on the other
+rows nor on the number of threads. The exponential function is a polynomial, exact to a few units in the last place.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ SHUT = np.float32(-100)
 
 @cache
 def numba() -> Library:
-    """Returns the functions of this module, always the same object."""
     return Library(_Norm.apply, _Rotary.apply, _Gate.apply, _Product.apply, _takes)
 
 
@@ -125,7 +123,7 @@ class _Gate(torch.autograd.Function):
 
 
 def _gate_of(left: Tensor, right: Tensor) -> Tensor:
-    """Returns silu(a) · b of a and b [..., I] as `_as_rows` gives them, or as halves of that."""
+    """Returns silu(a) · b for a and b [..., I], laid out as by `_as_rows` or as halves of one tensor."""
     out, width = left.new_empty(left.shape), left.shape[-1]
     numbers = (*_addresses((left, right, out)), out.numel() // width, width, *map(_step, (left, right, out)))
     _gated.run(numbers, most_pieces=_pieces(out))
@@ -161,13 +159,13 @@ def _addresses(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
 
 
 def _as_rows(values: Tensor) -> Tensor:
-    """Returns values [..., I] whose rows lie at equal distances: as they are where there is one leading dimension."""
+    """Returns values [..., I] whose rows lie at equal distances; unchanged if there is one leading dimension."""
     plain = values.is_contiguous() or (values.dim() == 2 and values.stride(1) == 1)
     return values if plain else values.contiguous()
 
 
 def _step(values: Tensor) -> int:
-    """Returns the elements from one row of `_as_rows` to the next."""
+    """Returns the distance of two rows of `_as_rows`, in elements."""
     return values.shape[-1] if values.is_contiguous() else values.stride(-2)
 
 
@@ -181,7 +179,7 @@ def _bits(value: float) -> int:
 
 @njit(inline="always")
 def _exp(x):
-    """Returns eˣ: 2ⁿ times a polynomial of what is left, n the whole number next to x / ln 2."""
+    """Returns eˣ = 2ⁿ times a polynomial of the rest, with n the integer nearest to x / ln 2."""
     x = min(HIGHEST, max(LOWEST, x))  # the lowest for what is not a number
     n = np.floor(x * LOG2_E + HALF)
     x = x - n * LN2_HIGH - n * LN2_LOW

@@ -2,12 +2,12 @@
 
 torch multiplies group by group on a CPU, by oneDNN or the BLAS it was built with, and a group costs microseconds
 however small it is: with 64 experts and 10 slots a layer has 640. Here a group costs what its rows cost
-(docs/decisions/0019), and the experts' frozen products are faster, too (docs/decisions/0021): a piece of work is some
-columns of some groups, a panel of one group's matrix is copied to where it stays in the cache, and six rows at once
-meet all of it, their sums in registers. While they do, the next panel is fetched from memory.
+(docs/decisions/0019), and the experts' frozen products are faster too (docs/decisions/0021). A piece of work is some
+columns of some groups. A panel of one group's matrix is copied so that it stays in the cache, and six rows at once are
+multiplied with all of it, their sums in registers. Meanwhile the next panel is fetched from memory.
 
-All is for fp32, and not for autograd. A row's products do not depend on the other rows of its group, and nothing on the
-number of threads.
+Everything is fp32, without autograd. A row's products do not depend on the other rows of its group, and nothing depends
+on the number of threads.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Groups:
         """Returns [n, p·out], the rows [n, in] times their group's matrix of each of p projections.
 
         Args:
-            rows: [n, in], common to the projections, or [n, p·in], theirs side by side.
+            rows: [n, in], common to the projections, or [n, p·in], one for each side by side.
             matrices: [G, in, out] of each projection.
 
         Raises:
@@ -71,11 +71,11 @@ class Groups:
         return out
 
     def gathered(self, tokens: Tensor, places: Tensor, matrices: Tensor) -> Tensor:
-        """Returns [n, out], the rows tokens[places] times their group's matrix, without the rows themselves.
+        """Returns [n, out], the rows tokens[places] times their group's matrix, without forming the rows.
 
         Args:
             tokens: [N, in].
-            places: [n] int64, where each row is in the tokens.
+            places: [n] int64, the token of each row.
             matrices: [G, in, out].
         """
         out = tokens.new_empty(places.shape[0], matrices.shape[2])
@@ -87,7 +87,7 @@ class Groups:
 
         Args:
             total: [n, p·out], its columns adjacent; [n, out] for the sum of all.
-            rows: [n, p·in], the projections' side by side.
+            rows: [n, p·in], the projections side by side.
             matrices: [G, in, out] of each projection.
             summed: Whether the projections' products are added up.
         """
@@ -151,10 +151,10 @@ class Groups:
             rows: [n, in].
             matrices: [G, in, out / p] of p projections.
             out: [n, out], its columns adjacent.
-            adds: Whether the products are added to what is there.
-            places: [n] int64, where each row is; None where the rows are in their order.
-            low_rank: What is added to the products; None for nothing.
-            small: The groups of that, within these.
+            adds: Whether to add to `out` instead of overwriting it.
+            places: [n] int64, the place of each row; None if the rows are in order.
+            low_rank: Added to the products; None for nothing.
+            small: The groups of `low_rank`, within these.
         """
         rows = _with_adjacent_columns(rows)
         groups, inner, columns = matrices[0].shape
@@ -222,10 +222,10 @@ class Groups:
 
 
 class LowRankProduct:
-    """A product of low rank, of p projections, that is added to a frozen one: `low` times its group's matrix.
+    """A low-rank product of p projections that is added to a frozen one: `low` times its group's matrix.
 
     Args:
-        low: [n, p·r], the projections' side by side.
+        low: [n, p·r], the projections side by side.
         matrices: [G, r, out / p] of each projection, or [G, r, out] if they are added up.
         summed: Whether the projections' products are added up.
     """
@@ -234,7 +234,7 @@ class LowRankProduct:
         self.low, self.matrices, self.summed = _with_adjacent_columns(low), tuple(matrices), summed
 
     def suits(self, columns: int) -> bool:
-        """Whether it can be added to a frozen product with so many columns, while that is in the cache."""
+        """Whether it can be added to a frozen product with this number of columns while that is in the cache."""
         first, count = self.matrices[0], len(self.matrices)
         alike = all(one.shape == first.shape and one.stride() == first.stride() for one in self.matrices)
         width = first.shape[2] * (1 if self.summed else count)
@@ -260,13 +260,13 @@ class LowRankProduct:
 
 
 def _require(holds: bool, what: str) -> None:
-    """Raises an error if what a kernel relies on does not hold: it would read or write beyond its tensors."""
+    """Raises an error if a kernel's precondition does not hold: it would read or write outside its tensors."""
     if not holds:
         raise ValueError(f"A product of groups needs that {what}.")
 
 
 def _panels() -> Tensor:
-    """Returns the memory for a panel of each thread: always the same, of whoever calls."""
+    """Returns the memory for each thread's panel; always the same buffer."""
     size = torch.get_num_threads() * DEPTH * WIDTH
     if getattr(_OWN, "panels", None) is None or _OWN.panels.numel() < size:
         with torch.inference_mode(mode=False):
@@ -276,12 +276,12 @@ def _panels() -> Tensor:
 
 
 def _vectors(columns: int) -> int:
-    """Returns the vectors of a row of a tile, of a product with so many columns."""
+    """Returns the vectors in a row of a tile, for a product with this number of columns."""
     return max(1, min(VECTORS, -(-columns // LANES)))
 
 
 def _adjacent(matrix: Tensor) -> Tensor:
-    """Returns matrices [G, in, out] with the values of one side adjacent."""
+    """Returns matrices [G, in, out] with one of the last two axes contiguous."""
     return matrix if 1 in matrix.stride()[1:] else matrix.contiguous()
 
 
@@ -391,7 +391,7 @@ def _whole_or_part(
     vectors, first, last, places, x, x_step, x_next, panel, panel_step, depth,
     out, out_step, columns, adds, ahead, step, shift,
 ):  # fmt: skip
-    """Multiplies a tile, with masks where it is not as wide as its vectors."""
+    """Multiplies a tile, with masks if it is narrower than its vectors."""
     if columns == vectors * LANES:
         tile(
             vectors, 0, first, last, places, x, x_step, x_next, panel, panel_step, depth,
@@ -435,7 +435,6 @@ _PRODUCTS = (_products_1, _products_2, _products_3, _products_4)
 
 @njit(inline="always")
 def _group_of(ends, groups, row):
-    """Returns the group of a row."""
     low, high = 0, groups
     while low < high:
         middle = (low + high) // 2
@@ -448,7 +447,7 @@ def _group_of(ends, groups, row):
 
 @Kernel
 def _sums(numbers):
-    """out[i, o] += Σ_k x[i, k] m[g, k, o], all columns of some rows after the other."""
+    """out[i, o] += Σ_k x[i, k] m[g, k, o], all columns of a row before the next row."""
     given = carray(numbers, 14)
     pieces = given[1]
     x, x_row, m, m_group, m_row, out, out_row = given[2], given[3], given[4], given[5], given[6], given[7], given[8]

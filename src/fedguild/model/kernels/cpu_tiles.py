@@ -1,7 +1,7 @@
-"""The inner loop of our products on a CPU, and the copying before it: LLVM's vectors, for kernels in Numba.
+"""The inner loop of the CPU's products, and the copying before it: LLVM's vectors, for kernels in Numba.
 
-Numba's own loops cannot keep a tile of sums in registers; these functions say which vectors there are. Addresses are
-whole numbers, steps are in bytes, and all values fp32.
+Numba's own loops cannot keep a tile of sums in registers; these functions name the vectors explicitly. Addresses are
+integers, steps are in bytes, and all values are fp32.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NOTHING_IN_TURN = 62
 
 
 def registers() -> tuple[int, int]:
-    """Returns the fp32 values of a vector register of this CPU, and how many of them a row of a tile takes at most."""
+    """Returns the fp32 values of a vector register of this CPU, and the most registers that a row of a tile uses."""
     known = features()
     if "avx512f" in known:
         return 16, 4
@@ -39,7 +39,7 @@ def registers() -> tuple[int, int]:
 
 
 def features() -> frozenset[str]:
-    """Returns what the CPU that Numba compiles for can do, in LLVM's words."""
+    """Returns the features of the CPU that Numba compiles for, by LLVM's names."""
     if numba.config.CPU_NAME or numba.config.CPU_FEATURES:
         given = str(numba.config.CPU_FEATURES or "").split(",")
         return frozenset(name[1:] for name in given if name.startswith("+"))
@@ -61,17 +61,16 @@ WIDTH = LANES * VECTORS
 def turn(
     context: Any, source: Any, other: Any, step: Any, column: Any, each: Any, depth: Any, goal: Any, goal_step: Any
 ) -> Any:
-    """Copies the first values of LANES columns as rows of LANES values; further rows are 0, up to a whole LANES.
+    """Transposes the first values of LANES columns to rows of LANES values; pads with rows of 0 to a multiple of LANES.
 
     Args:
-        context: Numba's.
         source: The first value of column 0.
-        other: The first value of column `each`; those from twice that on are the last once more.
+        other: The first value of column `each`; columns from 2 · `each` on repeat the last.
         step: From one column to the next.
         column: The number of the first column to copy.
-        each: How many columns are at `source`.
-        depth: How many values of a column are copied.
-        goal: Where the rows begin.
+        each: Number of columns at `source`.
+        depth: Number of values copied of a column.
+        goal: Address of the first row.
         goal_step: From one row to the next.
     """
 
@@ -105,7 +104,7 @@ def turn(
 
 
 def _transposed(builder: Any, rows: list[Any]) -> list[Any]:
-    """Returns LANES vectors of LANES values: the first values of all, the second ones, and so on."""
+    """Transposes LANES vectors of LANES values."""
     rows, width = list(rows), 1
     while width < LANES:  # swap the off-diagonal blocks of `width` of all blocks of twice that
         upper = [lane if not lane & width else LANES + lane - width for lane in range(LANES)]
@@ -157,16 +156,15 @@ def tile(
 ) -> Any:
     """out[i, c] (+)= Σ_k x[place[i], k] panel[k, c], k in order, of ROWS rows and at most vectors · LANES columns.
 
-    Rows beyond the last are the last once more, and written with the same values. Meanwhile cache lines are asked for:
-    of some rows in turn, as many bytes of one as the tile is wide.
+    Rows beyond the last repeat the last, and write the same values. Meanwhile cache lines are prefetched: of some rows
+    in turn, as many bytes of each as the tile is wide.
 
     Args:
-        context: Numba's.
         vectors: A row's vectors, a constant.
         masked: Whether there are fewer columns, so that only they are read and written; a constant.
         first: The number i of the first row.
         last: The number of the last row.
-        places: Where the rows' 64-bit places in x are; 0 where row i is at place i.
+        places: Address of the rows' 64-bit places in x; 0 if row i is at place i.
         x: The first value of place 0.
         x_step: From one place to the next.
         x_next: From one k to the next.
@@ -175,9 +173,9 @@ def tile(
         depth: The number of k, at least 1.
         out: The first value of row 0.
         out_step: From one row to the next.
-        columns: Their number.
-        adds: Not 0: the product is added to what is there.
-        ahead: Where the rows that are asked for begin.
+        columns: Number of columns.
+        adds: Not 0: the product is added to `out`.
+        ahead: Address of the rows to prefetch.
         ahead_step: From one of them to the next.
         ahead_shift: The logarithm of their number.
     """
@@ -242,7 +240,7 @@ def tile(
 
 
 def _places(builder: Any, places: Any, rows: list[Any]) -> list[Any]:
-    """Returns the places of rows: those at the address, or their own numbers if that is 0."""
+    """Returns the places of rows: those at the address, or the rows' own numbers if it is 0."""
     with builder.goto_entry_block():
         nothing = builder.ptrtoint(builder.alloca(LONG), LONG)
     given = builder.icmp_signed("!=", places, LONG(0))
@@ -262,13 +260,13 @@ def _pointer(builder: Any, address: Any, kind: Any) -> Any:
 
 
 def _first_lanes(builder: Any, count: Any) -> Any:
-    """Returns the mask of the first `count` lanes; of none where it is negative."""
+    """Returns the mask of the first `count` lanes; empty if negative."""
     lanes = ir.Constant(ir.VectorType(LONG, LANES), list(range(LANES)))
     return builder.icmp_signed("<", lanes, _everywhere(builder, count, LONG))
 
 
 def _load(builder: Any, address: Any, number: int = 0, mask: Any = None) -> Any:
-    """Returns the vector that is `number` vectors beyond an address; 0 in the lanes that a mask leaves out, unread."""
+    """Returns the vector `number` vectors after an address; masked-out lanes are 0 and are not read."""
     pointer = _pointer(builder, builder.add(address, LONG(4 * LANES * number)), VECTOR)
     if mask is None:
         value = builder.load(pointer)
@@ -280,7 +278,7 @@ def _load(builder: Any, address: Any, number: int = 0, mask: Any = None) -> Any:
 
 
 def _store(builder: Any, value: Any, address: Any, number: int = 0, mask: Any = None) -> None:
-    """Writes a vector `number` vectors beyond an address, but for the lanes that a mask leaves out."""
+    """Writes a vector `number` vectors after an address, except for masked-out lanes."""
     pointer = _pointer(builder, builder.add(address, LONG(4 * LANES * number)), VECTOR)
     if mask is None:
         builder.store(value, pointer).align = 4
@@ -297,7 +295,7 @@ def _everywhere(builder: Any, value: Any, kind: Any = FLOAT) -> Any:
 
 
 def _fused(builder: Any, left: Any, right: Any, total: Any) -> Any:
-    """Returns left · right + total, rounded once where the CPU can."""
+    """Returns left · right + total, rounded once if the CPU has an instruction for it."""
     if not IS_FUSED:
         return builder.fadd(builder.fmul(left, right), total)
     kind = ir.FunctionType(VECTOR, [VECTOR] * 3)
@@ -306,7 +304,7 @@ def _fused(builder: Any, left: Any, right: Any, total: Any) -> Any:
 
 
 def _ask(builder: Any, k: Any, ahead: Any, step: Any, shift: Any, width: int) -> None:
-    """Asks for the cache lines of `width` bytes of row k % 2^shift, from byte k // 2^shift · width of it on."""
+    """Prefetches `width` bytes of row k % 2^shift, from byte k // 2^shift · width on."""
     byte = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [byte, INDEX, INDEX, INDEX])
     ask = builder.module.declare_intrinsic("llvm.prefetch.p0", (), kind)

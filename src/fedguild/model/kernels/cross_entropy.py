@@ -1,8 +1,8 @@
 """The cross-entropy of many tokens and its gradient in one pass over the logits, in Triton.
 
-torch's own converts the logits to fp32 and keeps their log-softmax; here each row is read twice and its gradient
-written over it, in the logits' dtype, with sums in fp32 (fp64 for fp64). Liger-Kernel's function does the same but
-returns losses in the logits' dtype and reads three values back to the host.
+torch converts the logits to fp32 and keeps their log-softmax. Here each row is read twice and its gradient written over
+it, in the logits' dtype, with sums in fp32 (fp64 for fp64). Liger-Kernel's function does the same but returns losses in
+the logits' dtype and reads three values back to the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def losses_and_gradients(logits: Tensor, targets: Tensor, label_smoothing: float
     Args:
         logits: [P, V], contiguous; with `gradients` overwritten by the gradient of each row's own loss.
         targets: [P] token ids below V.
-        label_smoothing: ε; 1 - ε of the target's own weight and ε spread over the vocabulary.
+        label_smoothing: ε; the target has weight 1 - ε, and ε is spread over the vocabulary.
     """
     assert logits.is_contiguous(), "the gradients are written over the logits"
     words = logits.shape[1]

@@ -17,15 +17,12 @@ BLOCK = 1024
 def kept_elements(
     keys: Tensor, least: Tensor, features: int, gamma: int, multipliers: tuple[int, int], shifts: tuple[int, int, int]
 ) -> Tensor:
-    """Returns [N, features] bool, the elements that are kept.
+    """Returns [N, features] bool, the elements that are kept, as `fedguild.model.adapters.dropout.kept` does.
 
     Args:
         keys: [N] int64, the key of each token.
         least: [N] int32, the smallest number with which a token's element is kept.
-        features: H.
-        gamma: SplitMix64's increment.
-        multipliers: Its multipliers.
-        shifts: Its shifts.
+        gamma: SplitMix64's increment; `multipliers` and `shifts` are its other constants.
     """
     out = torch.empty(len(keys), features, dtype=torch.bool, device=keys.device)
     if out.numel() == 0 or out.device.type == "meta":

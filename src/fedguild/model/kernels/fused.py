@@ -1,12 +1,11 @@
-"""Fused norms, rotary embeddings and gates of a frozen model: on a GPU Liger-Kernel's, on a CPU our own in Numba.
+"""Fused norms, rotary embeddings and gates of a frozen model: Liger-Kernel's on a GPU, Numba kernels on a CPU.
 
-Source: Hsu et al., Liger Kernel, 2024 (arXiv:2410.10989); `cpu_fused`. The functions take the place of what a module
-computes, one module object at a time: no class of transformers is changed, so that another model in the process stays
-as it is, and there is no list of families, as Liger's own patches have, which lacks OLMoE. What a module computes is
-found by its form, and a replacement is taken only if it agrees with the module itself on a few random values on the
-model's device, forward and backward. These values go through a stand-in of the module with small weights of its own on
-that device: the module's may be on `meta`, on the host or in 4 bit. Whatever fails there leaves the module as it is and
-is logged.
+Source: Hsu et al., Liger Kernel, 2024 (arXiv:2410.10989); `cpu_fused`. The functions replace a module's computation,
+one module object at a time. No class of transformers is changed, so another model in the process stays as it is, and no
+list of families is needed; Liger's own patches have one, which lacks OLMoE. A module's computation is recognised by its
+form. A replacement is taken only if it agrees with the module itself on a few random values on the model's device,
+forward and backward. They are tried on a stand-in of the module with small weights on that device, because the module's
+own may be on `meta`, on the host or in 4 bit. If that fails, the module is left unchanged and the reason is logged.
 
 - a norm with `weight` and `variance_epsilon` whose class is some `…RMSNorm`;
 - an attention whose `forward` calls its file's `apply_rotary_pos_emb` (DeepSeek's interleaved one does not);
@@ -42,7 +41,6 @@ _log = logging.getLogger("fedguild")
 
 
 def liger() -> Library:
-    """Returns Liger-Kernel's functions, on the device of their tensors."""
     from liger_kernel.ops import LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction
     from liger_kernel.ops.swiglu import LigerFusedGateUpSiLUMulFunction
 
@@ -70,17 +68,16 @@ def liger() -> Library:
 
 
 def on_a_cpu() -> Library:
-    """Returns our own functions for a CPU."""
     from fedguild.model.kernels.cpu_fused import numba
 
     return numba()
 
 
 def fuse(model: nn.Module, device: torch.device, dtype: torch.dtype) -> dict[str, int]:
-    """Lets the modules of a frozen model compute by fused kernels where they allow it.
+    """Lets the modules of a frozen model compute by fused kernels where they can.
 
     Args:
-        model: The model, without gradients; its weights may be anywhere.
+        model: The model, without gradients; its weights may be on any device.
 
     Returns:
         Class of module -> the number of them that are fused.
@@ -101,7 +98,7 @@ def faults(device: torch.device, dtype: torch.dtype, wanted: set[str]) -> dict[s
         wanted: Which of `FUSED`.
 
     Returns:
-        Class of module -> why it computes without a fused kernel, as a clause; empty if nothing fails.
+        Class of module -> why it is not fused, as a clause; empty if nothing fails.
     """
     from transformers import AutoModelForCausalLM, Qwen2MoeConfig  # they bring the modelling code
 
@@ -134,13 +131,10 @@ def _fused(
 
 
 class Fusion:
-    """Replaces what modules compute.
-
-    Args:
-        device: The device that the model computes on.
+    """Replaces the computation of modules.
 
     Attributes:
-        faults: Class of module -> why one was left as it is although its form allows it.
+        faults: Class of module -> why one was left unchanged although its form allows it.
     """
 
     def __init__(self, library: Library, device: torch.device, dtype: torch.dtype) -> None:
@@ -226,7 +220,7 @@ class Fusion:
         replaced: Callable[[Any], Callable[[Tensor], Tensor]],
         shape: tuple[int, ...],
     ) -> bool:
-        """Sets a module's method, on this object alone, if that of its stand-in agrees with its replacement."""
+        """Replaces a module's method, on this object alone, if the stand-in's results agree with the replacement's."""
         kind = type(module)
         settings = ((key, value) for key, value in vars(module).items() if isinstance(value, bool | int | float | str))
         form = (kind, name, shape, *sorted(settings), self.device, self.dtype)
@@ -244,7 +238,7 @@ class Fusion:
         return True
 
     def _with_rotary(self, kind: type) -> Callable[..., Any] | None:
-        """Returns a class's `forward` with the fused rotary embedding; None if it has none, or another."""
+        """Returns a class's `forward` with the fused rotary embedding; None if it has none, or a different one."""
         if kind in self._rotary:
             return self._rotary[kind]
         self._rotary[kind] = None
@@ -282,7 +276,7 @@ class Fusion:
     def _fault(
         self, own: Callable[..., Sequence[Tensor]], replacement: Callable[..., Sequence[Tensor]], probes: list[Tensor]
     ) -> str:
-        """Returns why a replacement cannot be taken; empty if results and gradients agree with the module's own."""
+        """Returns why a replacement is refused; empty if results and gradients agree with the module's own."""
         try:
             expected, found = self._computed(own, probes), self._computed(replacement, probes)
         except Exception as error:  # a function may have another form, or fail to compile
@@ -291,7 +285,7 @@ class Fusion:
 
     @torch.enable_grad()
     def _computed(self, function: Callable[..., Sequence[Tensor]], probes: list[Tensor]) -> list[Tensor]:
-        """Returns a function's outputs and gradients; each probe is copied, for a kernel may write over its input."""
+        """Returns a function's outputs and gradients; copies each probe, because a kernel may overwrite its input."""
         leaves = [probe.detach().clone().requires_grad_() for probe in probes]
         outputs = function(*(leaf * 1 for leaf in leaves))
         kept = [out.detach().clone() for out in outputs]
@@ -318,7 +312,7 @@ def stand_in(
     parameters: Mapping[str, nn.Parameter] | None = None,
     modules: Mapping[str, nn.Module] | None = None,
 ) -> Any:
-    """Returns a module of the same class and settings with other parameters and submodules; leaves out its hooks."""
+    """Returns a module of the same class and settings with other parameters and submodules, without its hooks."""
     twin: Any = object.__new__(type(module))
     nn.Module.__init__(twin)
     ours = set(vars(twin))
@@ -329,7 +323,7 @@ def stand_in(
 
 
 def _are_rotary(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    """Whether they are [B, h, T, d], [B, h', T, d], and twice [B or 1, T, d]."""
+    """Whether the shapes are [B, h, T, d], [B, h', T, d], and twice [B or 1, T, d]."""
     if not query.dim() == key.dim() == 4 or key.shape[0] != len(query) or key.shape[2:] != query.shape[2:]:
         return False
     _, tokens, width = cos.shape if cos.dim() == 3 else (0, 0, 0)
@@ -356,5 +350,4 @@ def is_mlp(module: Any) -> bool:
 
 
 def is_silu(module: Any) -> bool:
-    """Whether a module's `act_fn` is SiLU."""
     return type(getattr(module, "act_fn", None)).__name__ in ("SiLU", "SiLUActivation")

@@ -1,4 +1,4 @@
-"""The functions that modules of a frozen model compute with instead of their own."""
+"""The functions that replace the computations of a frozen model's modules."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Library:
-    """The functions that take a module's place, all differentiable.
+    """The functions that replace a module's, all differentiable.
 
     Attributes:
-        takes: Whether they compute with a tensor; the module's own way is taken with another.
-        tried: What a module was tried as -> why it cannot be replaced, or nothing; so each is tried once.
+        takes: Whether they compute with a tensor; otherwise the module's own code runs.
+        tried: What a module was tried as -> why it cannot be replaced, or empty; so each is tried once.
         norm: (x [..., H], weight [H], epsilon) -> [..., H].
         rotary: (query [B, h, T, d], key, cos [B, T, d], sin) -> both rotated, possibly in place.
         gate: z [n, 2·I] -> silu of the first half times the second, [n, I].

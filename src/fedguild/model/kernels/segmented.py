@@ -2,20 +2,20 @@
 
 Two kernels, for every product of LoRA in a layer's experts, forward and backward:
 
-- `segmented_rows`: each row times its group's matrix, scaled, added to what is there. It computes s · A x, adds B of
-  that to the frozen product in place, and on the way back s · Bᵀ dy and Aᵀ of that, added to dx in place.
+- `segmented_rows`: each row times its group's matrix, scaled, added to what is there. It computes s · A x and adds B of
+  it to the frozen product in place. In the backward pass it computes s · Bᵀ dy and adds Aᵀ of it to dx in place.
 - `segmented_outer`: each group's left rows transposed times its right rows, for the gradients of A and B.
 
-Where the groups end is read on the device: the host launches as many tiles as there could be, and those that are too
-many return at once. Sums are in fp32 (fp64 for fp64), and every element of a result is written once, by one program, in
-one order of summation, so that results repeat bit for bit. A rank at which a slot's scale is 0 is masked: it adds
+The ends of the groups are read on the device: the host launches as many tiles as there could be, and surplus ones
+return at once. Sums are in fp32 (fp64 for fp64). Every element of a result is written once, by one program, in one
+order of summation, so results are reproducible bit for bit. A rank at which a slot's scale is 0 is masked: it adds
 nothing and gets a gradient of zero, whatever is stored there.
 
 bf16 and fp16 run on tensor cores, fp32 without the rounding to TF32, fp64 without `tl.dot`, so that every dtype works
-on every GPU. In Triton's interpreter, which multiplies bf16 wrongly, bf16 is converted to fp32 first.
+on every GPU. Triton's interpreter multiplies bf16 wrongly, so there bf16 is converted to fp32 first.
 
-The splitting at the rank-r intermediate is that of Zhu et al., LoRAFusion, EuroSys 2026, Section 3; grouping by
-adapter that of Chen et al., Punica, MLSys 2024, Section 4.
+The splitting at the rank-r intermediate is that of Zhu et al., LoRAFusion, EuroSys 2026, Section 3; grouping by adapter
+that of Chen et al., Punica, MLSys 2024, Section 4.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Segments:
     Attributes:
         ends: [G] int32, where each group's rows end.
         tile_ends: [G] int32, where each group's tiles end.
-        group_of_tile: [T] int32, G for tiles that are too many.
+        group_of_tile: [T] int32, G for surplus tiles.
         height: Rows of a tile.
     """
 
@@ -81,7 +81,7 @@ def segmented_rows(
     """Returns the rows times their group's matrix, of each of p projections (1 or 2).
 
     Args:
-        rows: [n, in], common to the projections, or [n, p·in], theirs side by side.
+        rows: [n, in], common to the projections, or [n, p·in], one for each side by side.
         matrices: [G, in, out] of each projection, with equal strides.
         total: [n, p·out] that the product is added to in place; None for zeros.
         scale: [S, out] factor on the columns, for group expert · S + slot that of its slot; 0 masks a column.
@@ -138,7 +138,7 @@ def segmented_rows(
 def segmented_outer(
     left: Tensor, right: Tensor, segments: Segments, *, weight: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Returns [G, a, b], each group's left [n_g, a] transposed times its right [n_g, b]; zeros for a group of no rows.
+    """Returns [G, a, b], each group's left [n_g, a] transposed times its right [n_g, b]; zeros for an empty group.
 
     Args:
         left: [n, a].
@@ -181,7 +181,7 @@ def _block(size: int, largest: int) -> int:
 
 
 def _arithmetic(dtype: torch.dtype) -> dict[str, Any]:
-    """Returns the constants that say how a dtype is multiplied."""
+    """Returns the kernel's constants for multiplication in a dtype."""
     return {
         "DOT": dtype is not torch.float64,
         "UPCAST": dtype is torch.bfloat16 and triton.knobs.runtime.interpret,

@@ -1,10 +1,10 @@
 """Runs Numba kernels on the threads that torch computes with.
 
-A kernel of ours is a C function of one array of whole numbers: addresses, sizes, and the number of pieces that its work
-consists of. Its threads take one piece after the other until none is left, so that the result does not depend on how
-many there are. They are torch's: its wheels for Linux compute with GCC's OpenMP, whose entry point is looked up in the
-very library that torch has loaded. A second pool of threads would fight with the first, whose threads spin for a while
-after every product. Where there is another OpenMP, or none, a kernel runs on the calling thread alone.
+A kernel is a C function of one array of integers: addresses, sizes, and the number of pieces that its work consists of.
+Its threads take one piece after the other until none is left, so the result does not depend on the number of threads.
+The threads are torch's: its wheels for Linux compute with GCC's OpenMP, whose entry point is looked up in the library
+that torch has loaded. A second pool of threads would compete with the first, whose threads spin for a while after every
+product. With another OpenMP, or none, a kernel runs on the calling thread alone.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ PIECES_PER_THREAD = 4
 
 
 def in_order(function: Callable[[Any], None]) -> Kernel:
-    """Returns a kernel whose sums are taken in the code's order."""
+    """Makes a kernel whose sums are taken in the code's order."""
     return Kernel(function, in_order=True)
 
 
 class Kernel:
-    """A kernel: compiled when it first runs; the machine code is kept on the disk.
+    """A kernel: compiled when it first runs; the machine code is cached on disk.
 
     Args:
         function: Takes a pointer to the numbers: the next piece (for `next_piece`), the number of pieces, and its own.
@@ -53,8 +53,8 @@ class Kernel:
         """Runs the kernel; returns when all of its pieces are done.
 
         Args:
-            most_pieces: How many pieces its work can be cut into.
-            pieces_per_thread: How many pieces it is cut into for each thread, where there are several.
+            most_pieces: The most pieces that its work can be cut into.
+            pieces_per_thread: Number of pieces for each thread, if there are several threads.
         """
         if self._compiled is None:
             self._compiled = self._compile()
@@ -68,7 +68,7 @@ class Kernel:
             parallel(self._compiled.address, ctypes.addressof(given), threads, 0)
 
     def _compile(self) -> Any:
-        """Returns the compiled function, from the disk where it has been compiled before."""
+        """Returns the compiled function, from the disk cache if it is there."""
         # Numba keeps it under this name, and knows whether its own file has changed, but not those of what it calls.
         name = self._function.__qualname__.partition("-")[0]
         self._function.__qualname__ = f"{name}-{digest()}{'-in-order' if self._fastmath == FUSED else ''}"
@@ -80,7 +80,7 @@ class Kernel:
 
 @cache
 def digest(folder: Path = Path(__file__).parent) -> str:
-    """Returns what tells the sources of all kernels from those of another version."""
+    """Returns a digest of the sources of all kernels."""
     sources = (path.read_bytes() for path in sorted(folder.glob("*.py")))
     return hashlib.sha256(b"".join(hashlib.sha256(source).digest() for source in sources)).hexdigest()[:16]
 
@@ -106,19 +106,18 @@ def _to_pointer(kind: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def floats(context: Any, address: Any) -> Any:
-    """Returns an address as a pointer to fp32 values."""
     return _to_pointer(types.float32)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def integers(context: Any, address: Any) -> Any:
-    """Returns an address as a pointer to 32-bit whole numbers."""
+    """Returns an address as a pointer to 32-bit integers."""
     return _to_pointer(types.int32)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
 def long_integers(context: Any, address: Any) -> Any:
-    """Returns an address as a pointer to 64-bit whole numbers."""
+    """Returns an address as a pointer to 64-bit integers."""
     return _to_pointer(types.int64)
 
 
@@ -137,7 +136,7 @@ def pointer_like(context: Any, address: Any, example: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def bits_as_float(context: Any, bits: Any) -> Any:
-    """Returns the fp32 value that has the bits of a 32-bit whole number."""
+    """Returns the fp32 value that has the bits of a 32-bit integer."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         return builder.bitcast(arguments[0], context.get_value_type(types.float32))
@@ -147,7 +146,7 @@ def bits_as_float(context: Any, bits: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def prefetch(context: Any, pointer: Any, place: Any) -> Any:
-    """Asks for the cache line of an element, which is not used."""
+    """Prefetches the cache line of an element."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
@@ -162,7 +161,7 @@ def prefetch(context: Any, pointer: Any, place: Any) -> Any:
 
 @intrinsic  # type: ignore[untyped-decorator]
 def count_up(context: Any, numbers: Any, place: Any) -> Any:
-    """Returns one of a kernel's numbers, and counts it up; no two threads get the same."""
+    """Returns one of a kernel's numbers, and increments it atomically: no two threads get the same."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         number = builder.gep(arguments[0], [arguments[1]])
@@ -173,5 +172,5 @@ def count_up(context: Any, numbers: Any, place: Any) -> Any:
 
 @njit(inline="always")  # type: ignore[untyped-decorator]
 def next_piece(numbers: Any) -> Any:
-    """Returns the first of a kernel's numbers, its next piece, and counts it up."""
+    """Returns the number of the kernel's next piece, and increments it."""
     return count_up(numbers, 0)

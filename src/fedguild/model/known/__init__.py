@@ -1,7 +1,7 @@
 """Known architectures: the published sizes of public models, for counts without a download.
 
-Each file beside this one holds a model's hub id and, as in its `config.json`, the keys that determine
-its shape. A known model is found by its hub id or by its file's name.
+Each file in this folder holds a model's hub id and, as in its `config.json`, the keys that determine its shape. A known
+model is found by its hub id or by its file's name.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ class KnownModel:
 
 @cache
 def known_models() -> tuple[KnownModel, ...]:
-    """Returns every known model, sorted by name."""
     return tuple(KnownModel(path.stem, **json.loads(path.read_text("utf-8"))) for path in sorted(FOLDER.glob("*.json")))
 
 
 def find_known(name: str) -> KnownModel | None:
-    """Returns the model with this hub id or short name; None where it is not known."""
+    """Returns the model with this hub id or short name; None if it is not known."""
     return next((model for model in known_models() if name in (model.hub_id, model.name)), None)

@@ -19,7 +19,7 @@ class Casts:
         self._kept: dict[int, tuple[Tensor, int, Tensor]] = {}
 
     def of(self, tensor: Tensor, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-        """Returns the tensor in a dtype, without gradients; the tensor itself where that is its own.
+        """Returns the tensor in a dtype, without gradients; the tensor itself if it has that dtype.
 
         Args:
             scale: A constant factor, the same for this tensor in every call; None for 1.
@@ -43,7 +43,6 @@ class Casts:
         return cast
 
     def clear(self) -> None:
-        """Discards the copies."""
         self._kept.clear()
 
 

@@ -2,8 +2,8 @@
 
 If a layer has few tokens and at least half of its experts are active for each token, sorting the pairs and calling a
 product for each expert costs more than the unnecessary products (docs/decisions/0008). An expert that a token was not
-routed to has weight 0 in its output and gets exactly no gradient from it. Where our own kernel computes the products
-of groups, they are faster (docs/decisions/0021).
+routed to has weight 0 in its output and gets exactly no gradient from it. Grouped products are faster where FedGuild's
+kernel computes them (docs/decisions/0021).
 """
 
 from __future__ import annotations
@@ -141,7 +141,6 @@ class _EveryExpert(torch.autograd.Function):
 
 
 def _by_expert(values: Tensor, experts: int) -> Tensor:
-    """Returns a view [M, N, a] of [N, M·a]."""
     view: Tensor = values.unflatten(1, (experts, -1)).transpose(0, 1)
     return view
 

@@ -1,7 +1,7 @@
 """Dispatch of a layer's (token, expert) pairs, sorted once by expert · S + slot.
 
-Only real pairs are dispatched: padding tokens and the experts beyond a slot's active ones are
-dropped before the first product, so a client with fewer active experts computes less.
+Only real pairs are dispatched: padding tokens and the experts beyond a slot's active ones are dropped before the first
+product, so a client with fewer active experts computes less.
 
 If it costs few extra rows, each (expert, slot) group is padded to whole blocks of equal height, so that the low-rank
 products of all groups are one batched product (docs/decisions/0003).
@@ -66,16 +66,16 @@ def dispatch(
     blocks: bool = False,
     pairs: int | None = None,
 ) -> Dispatch:
-    """Sorts the pairs of a layer; given their number, and without blocks, nothing waits for a value on the device.
+    """Sorts the pairs of a layer; with `pairs` given and without blocks, the host does not wait for the device.
 
     Args:
         indices: [N, k] expert of each pair; M for a pair that is not active.
         slot_of_token: [N] slot of each token.
-        keep: [N] bool, False for padding; None where every token is real.
+        keep: [N] bool, False for padding; None if every token is real.
         experts: M, number of experts.
         slots: S, number of slots.
         blocks: Whether groups may be filled up to whole blocks.
-        pairs: Number of active pairs of real tokens; None where the host does not know it.
+        pairs: Number of active pairs of real tokens; None if the host does not know it.
     """
     top_k = indices.shape[1]
     real = indices < experts
@@ -125,8 +125,8 @@ def dispatch(
 def all_active(weights: Tensor, indices: Tensor, keep: Tensor | None, experts: int) -> tuple[Tensor, Tensor]:
     """Returns weights and indices [N, k] in which every pair has an expert, and weight 0 if it is not an active one.
 
-    For a device whose host does not know how many pairs are active, and would have to wait to find out. A pair without
-    an expert (M), or of a token that is not kept, gets one in turn; its output and its gradients are zero.
+    For a device whose host does not know the number of active pairs and would have to wait for it. A pair without an
+    expert (M), or of a token that is not kept, gets one in turn; its output and its gradients are zero.
     """
     absent = indices >= experts
     if keep is not None:
@@ -144,7 +144,6 @@ def _block_height(count: Tensor, pairs: int) -> int:
 
 
 def gather(tokens: Tensor, plan: Dispatch) -> Tensor:
-    """Returns the sorted pairs' rows [n, H] of the tokens' [N, H]."""
     return tokens.index_select(0, plan.token)
 
 

@@ -29,7 +29,7 @@ Factors = tuple[Tensor, ...]
 
 
 class Addition(Protocol):
-    """The trained part beside a frozen product, for p projections with a common input: gate and up, or down alone.
+    """The trained part added to a frozen product of p projections with a common input: gate and up, or down alone.
 
     Attributes:
         tensors_per_projection: Number of its tensors for each projection.
@@ -72,7 +72,7 @@ class Addition(Protocol):
 class FrozenExperts:
     """A layer's frozen weights: gate_up [M, p·I, H], down [M, H, I], and h = gate(z) of z [n, p·I].
 
-    p is 2, or 1 if an expert has no gate beside its up projection (SwitchTransformers).
+    p is 2, or 1 if an expert has only an up projection (SwitchTransformers).
     """
 
     gate_up: Tensor
@@ -81,7 +81,6 @@ class FrozenExperts:
 
     @property
     def input_projections(self) -> int:
-        """p, the projections of an expert's input."""
         return self.gate_up.shape[1] // self.down.shape[2]
 
 
@@ -188,14 +187,14 @@ class _Experts(torch.autograd.Function):
 
 
 def _rows(tokens: Tensor, plan: Dispatch, parts: Sequence[object]) -> tuple[Tensor, Tensor | None]:
-    """Returns the tokens' rows for the parts that are trained; without any, the tokens, and where each row is."""
+    """Returns the tokens' rows for the trained parts; if there are none, the tokens and the place of each row."""
     return (gather(tokens, plan), None) if parts else (tokens, plan.token)
 
 
 def _with_additions(
     product: FrozenProduct, parts: Sequence[tuple[Addition, tuple[Tensor, ...]]]
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Returns the product with all that is added to it, and what each addition keeps."""
+    """Returns the product with everything added to it, and what each addition keeps for the backward pass."""
     total: Tensor | FrozenProduct = product
     kept = []
     for addition, trained in parts:
@@ -207,7 +206,6 @@ def _with_additions(
 def _split(
     additions: Sequence[Addition], each_tensors: Sequence[T], input_projections: int
 ) -> list[tuple[Addition, tuple[T, ...], tuple[T, ...]]]:
-    """Returns each addition with its tensors of gate and up, and its tensors of down."""
     left = iter(each_tensors)
     return [
         (addition, tuple(islice(left, input_projections * each)), tuple(islice(left, each)))

@@ -28,11 +28,12 @@ class Family:
     """An architecture, identified by its `model_type` in transformers.
 
     The defaults fit a block of M experts with
-    - `experts`, a module decorated with transformers' `use_experts_implementation`, with the parameters
-      `gate_up_proj` [M, 2 F, H] and `down_proj` [M, H, F];
-    - `gate`, a module that returns logits [N, M], weights [N, k] and indices [N, k], with `top_k` and, where the
-      weights of the active experts may be made to sum to one, `norm_topk_prob`. Its parameter is `weight` [M, H]; a
-      buffer `e_score_correction_bias` [M] is added to the scores for the choice alone.
+
+    - `experts`, a module decorated with transformers' `use_experts_implementation`, with the parameters `gate_up_proj`
+      [M, 2 F, H] and `down_proj` [M, H, F];
+    - `gate`, a module that returns logits [N, M], weights [N, k] and indices [N, k]. It has `top_k` and, if the active
+      experts' weights can be made to sum to one, `norm_topk_prob`. Its parameter is `weight` [M, H]; a buffer
+      `e_score_correction_bias` [M] is added to the scores for the choice alone.
 
     Subclasses override whatever differs.
 
@@ -76,7 +77,6 @@ class Family:
         return RoutingRule(renormalise=bool(getattr(router, "norm_topk_prob", False)))
 
     def capacity(self, router: Any) -> int | None:
-        """Returns the largest number of tokens of a row that an expert takes; None, the default, means no limit."""
         return None
 
     def frozen(self, experts: Any) -> FrozenExperts:

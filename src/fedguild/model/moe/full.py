@@ -30,7 +30,6 @@ class FullChange:
     ends: Tensor
 
     def add(self, total: Tensor | FrozenProduct, rows: Tensor, trained: Sequence[Tensor]) -> tuple[Tensor, None]:
-        """Adds D x of every row x [n, in] to the frozen product [n, p·out]; returns that, and nothing for `back`."""
         total = computed(total)
         for part, change in zip(total.chunk(len(trained), dim=1), trained, strict=True):
             add_grouped_rows(part, rows, self._matrices(change, rows.dtype).transpose(1, 2), self.ends)

@@ -1,11 +1,14 @@
 """The low-rank products of one layer's experts: every (expert, slot) group with its own factors.
 
-Five ways. On a GPU with Triton, a kernel over the groups that adds into the frozen product (docs/decisions/0016); on a
-CPU with Numba, kernels that do the same, or compute both at once (docs/decisions/0019, 0021). Without them, a grouped
-product over the groups; where the dispatch has filled the groups up to whole blocks, one batched product over the
-blocks (docs/decisions/0003); and where there are more groups than a grouped product takes, one over the experts alone,
-with the factors of all slots side by side: a row's values at the other slots are zero. Its cost grows with the slots,
-but from a small share of the frozen product's, and it needs no copy of the factors.
+There are five ways to compute them:
+
+- on a GPU with Triton, a kernel over the groups that adds into the frozen product (docs/decisions/0016);
+- on a CPU with Numba, kernels that do the same, or compute both at once (docs/decisions/0019, 0021);
+- without these, a grouped product over the groups;
+- if the dispatch has filled the groups up to whole blocks, one batched product over the blocks (docs/decisions/0003);
+- if there are more groups than a grouped product takes, one over the experts alone, with the factors of all slots side
+  by side: a row's values at the other slots are zero. Its cost grows with the slots, but from a small share of the
+  frozen product's, and it needs no copy of the factors.
 """
 
 from __future__ import annotations
@@ -29,22 +32,22 @@ if TYPE_CHECKING:
 def prefers_blocks(rows: Tensor) -> bool:
     """Whether a layer with this input [N, H] benefits from blocks.
 
-    CPU libraries have a batched product for fp32 and fp64 that shares its matrices out among the
-    threads; the groups of a grouped one run in turn, each as a small product of all threads. With a
-    single thread that costs nothing, and blocks would only copy the matrices. CUDA has a kernel for
-    grouped products, and ours for a CPU share out the rows whatever their groups.
+    CPU libraries have a batched product for fp32 and fp64 that distributes its matrices over the threads. The groups of
+    a grouped product run in turn, each as a small product of all threads. With a single thread that costs nothing, and
+    blocks would only copy the matrices. CUDA has a kernel for grouped products, and the CPU kernels distribute rows
+    whatever their groups.
     """
     is_full_precision = rows.dtype in (torch.float32, torch.float64) and not prefers_groups(rows)
     return rows.device.type == "cpu" and is_full_precision and torch.get_num_threads() > 1
 
 
 def prefers_groups(tensor: Tensor) -> bool:
-    """Whether the kernels for a CPU compute a layer's products with a tensor of this dtype and device."""
+    """Whether the CPU kernels compute a layer's products with a tensor of this dtype and device."""
     return kernels.computes("low-rank", tensor)
 
 
 def prefers_side_by_side(device: torch.device, groups: int) -> bool:
-    """Whether there are more groups than a grouped product takes at once; on a CPU it takes any number."""
+    """Whether there are more groups than a grouped product takes at once; a CPU takes any number."""
     return device.type != "cpu" and groups > GROUP_LIMIT
 
 
@@ -135,7 +138,7 @@ class LowRank:
     def _with_frozen(
         self, total: Tensor | FrozenProduct | None, low: Tensor, stored: Sequence[Tensor], *, summed: bool
     ) -> Tensor | None:
-        """Returns the frozen product and the low-rank ones of `low` in one; None where they are not one kernel's."""
+        """Returns the frozen product and the low-rank ones of `low` in one; None if no kernel computes both."""
         if self.groups is None or not isinstance(total, FrozenProduct) or not total.suits_kernel():
             return None
         assert total.places is None, "trained parts have rows of their own"
@@ -242,7 +245,6 @@ class LowRank:
             self.add_rows(total, low, stacked(downs))
 
     def scaled(self, low: Tensor) -> Tensor:
-        """Multiplies [n, r·p] by LoRA's scale, in place."""
         low.unflatten(1, (-1, self.factor.shape[1])).mul_(self.factor[:, None])
         return low
 
@@ -292,7 +294,6 @@ class LowRank:
         weight: Tensor | None,
         needed: Sequence[bool],
     ) -> list[Tensor | None]:
-        """Does what `back` does, by the kernel; gradients in fp32 or fp64."""
         from fedguild.model.kernels.segmented import segmented_outer
 
         assert self.segments is not None
@@ -315,7 +316,7 @@ class LowRank:
         return matrices if self.group_of_block is None else matrices.index_select(0, self.group_of_block)
 
     def _rows_side_by_side(self, rows: Tensor, stored: Tensor, transposed: bool) -> Tensor:
-        """Returns the same for matrices [M, S·a, b] of all slots."""
+        """As `rows`, for matrices [M, S·a, b] of all slots."""
         if not transposed:
             return grouped_rows(self._spread(rows), stored, self.ends)
         assert self.slot is not None
@@ -324,7 +325,7 @@ class LowRank:
         return all_slots.gather(1, own).squeeze(1)
 
     def _spread(self, rows: Tensor) -> Tensor:
-        """Returns [n, S·a], the rows [n, a] at their own slot's place and zeros elsewhere."""
+        """Returns [n, S·a], the rows [n, a] at their own slot's columns and zeros elsewhere."""
         assert self.slot is not None
         own = self.slot[:, None] == torch.arange(self.slots, device=rows.device)
         return (own[:, :, None] * rows[:, None, :]).flatten(1)
@@ -341,5 +342,5 @@ def by_group(stored: Sequence[Tensor], *, transposed: bool = False) -> list[Tens
 
 
 def stacked(downs: Sequence[Tensor]) -> Tensor:
-    """Returns the A [M, S, r, in] of p projections as one, [M, S, p·r, in]."""
+    """Stacks the A [M, S, r, in] of p projections to [M, S, p·r, in]."""
     return torch.cat(tuple(downs), dim=2) if len(downs) > 1 else downs[0]

@@ -1,11 +1,11 @@
 """Grouped matrix products: rows sorted by group, one matrix for each group.
 
 torch's `grouped_mm` computes them in one call. On a CPU it multiplies group by group with the BLAS that torch was built
-with. In fp32 our own kernel is faster there (docs/decisions/0021, benchmarks/grouped_products.py); without Numba, large
-groups go to oneDNN (docs/decisions/0004). On a GPU torch has a kernel for bf16 on Hopper and
-Blackwell; elsewhere its `grouped_mm` reads the groups' ends back to the host and multiplies group by group, so that our
-own kernel runs there instead, and where there are more groups than torch's takes (docs/decisions/0016).
-What torch's does not take, and our kernel is not there for, is multiplied group by group.
+with. In fp32 FedGuild's kernel is faster there (docs/decisions/0021, benchmarks/grouped_products.py); without Numba,
+large groups go to oneDNN (docs/decisions/0004). On a GPU torch has a kernel for bf16 on Hopper and Blackwell. Elsewhere
+its `grouped_mm` reads the groups' ends back to the host and multiplies group by group, so FedGuild's kernel runs
+instead, as it does for more groups than torch's takes (docs/decisions/0016). What neither supports is multiplied group
+by group.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ def grouped_rows(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FrozenProduct:
-    """A frozen grouped product to which trained parts are added: computed by itself, or together with the first.
+    """A frozen grouped product to which trained parts are added: computed alone, or together with the first of them.
 
     Attributes:
         rows: [n, in], sorted by group; [N, in] the tokens, if there are places.
         matrices: [G, in, out].
         ends: [G] int32, where each group's rows end.
-        places: [n] int64, the token of each row; None where the rows are given.
+        places: [n] int64, the token of each row; None if `rows` are the rows.
     """
 
     rows: Tensor
@@ -77,11 +77,9 @@ class FrozenProduct:
     places: Tensor | None = None
 
     def suits_kernel(self) -> bool:
-        """Whether our own kernel for a CPU computes it."""
         return _suits_cpu_kernel(self.rows, self.matrices)
 
     def computed(self) -> Tensor:
-        """Returns the product alone, [n, out]."""
         if self.places is None:
             return grouped_rows(self.rows, self.matrices, self.ends)
         if self.suits_kernel():
@@ -92,12 +90,11 @@ class FrozenProduct:
 
 
 def computed(product: Tensor | FrozenProduct) -> Tensor:
-    """Returns a product that may still have to be computed."""
     return product.computed() if isinstance(product, FrozenProduct) else product
 
 
 def add_grouped_rows(total: Tensor, rows: Tensor, matrices: Tensor, ends: Tensor) -> None:
-    """Adds what `grouped_rows` returns to the total [n, out] in place; our own kernel does so itself."""
+    """Adds what `grouped_rows` returns to the total [n, out] in place."""
     groups, inner, outer = matrices.shape
     if _suits_kernel(rows, groups, inner, outer):
         from fedguild.model.kernels.segmented import Segments, segmented_rows
@@ -129,7 +126,7 @@ def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _suits_kernel(rows: Tensor, groups: int, *widths: int) -> bool:
-    """Whether our own kernel for a GPU takes a product: where it runs, and torch has none of its own."""
+    """Whether the GPU kernel takes a product: if it runs, and torch has none of its own."""
     if not kernels.runs("grouped", rows.device) or kernels.language(rows.device) != "triton":
         return False
     by_torch = rows.dtype is torch.bfloat16 and groups <= GROUP_LIMIT and _suits_torch(rows, *widths)
@@ -137,7 +134,7 @@ def _suits_kernel(rows: Tensor, groups: int, *widths: int) -> bool:
 
 
 def runs_on_cpu(values: Tensor) -> bool:
-    """Whether our own kernel for a CPU computes grouped products with values of this dtype and device."""
+    """Whether the CPU kernel computes grouped products with values of this dtype and device."""
     if not kernels.computes("grouped", values):
         return False
     from fedguild.model.kernels.cpu_tiles import IS_FUSED
@@ -146,7 +143,6 @@ def runs_on_cpu(values: Tensor) -> bool:
 
 
 def _suits_cpu_kernel(rows: Tensor, matrices: Tensor) -> bool:
-    """Whether our own kernel for a CPU takes a product."""
     return kernels.computes("grouped", matrices) and runs_on_cpu(rows)
 
 

@@ -41,7 +41,6 @@ class RoutingRule:
 
     @property
     def kind(self) -> Routing:
-        """The rule's kind, as in `MoeInfo.routing`."""
         if self.score == "sigmoid":
             return "sigmoid"
         return "groups" if self.groups > 1 else "softmax"

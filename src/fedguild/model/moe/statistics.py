@@ -26,8 +26,6 @@ class RoutingStatistics:
 
     @classmethod
     def empty(cls, layers: int, slots: int, experts: int, device: torch.device) -> RoutingStatistics:
-        """Returns empty statistics."""
-
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(*shape, dtype=torch.int64, device=device)
 
@@ -49,7 +47,6 @@ class RoutingStatistics:
         return hits.cpu().double() / total.cpu().clamp(min=1)[..., None].double()  # Apple's GPUs have no fp64
 
     def add(self, other: RoutingStatistics) -> None:
-        """Adds the counts of other statistics of the same layers and slots."""
         self.counts += other.counts
         self.layer_tokens += other.layer_tokens
         self.step_hits += other.step_hits

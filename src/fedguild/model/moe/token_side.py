@@ -1,10 +1,10 @@
 """The experts' LoRA with its wide products computed for every token instead of every (token, expert) pair.
 
-Of the four low-rank products of an expert, two are as wide as the model: A of gate and up reads the
-tokens, and B of down adds to the output of the tokens. If most experts are active, one large product of each slot's
-tokens with the concatenated factors of all experts is faster than a small product for each (expert, slot) group, and it
-needs no gathered rows (docs/decisions/0009). The two narrow ones, B of gate and up and A of down, are still computed
-for the pairs. Where our own kernels compute the products of groups, they are faster (docs/decisions/0021).
+Of the four low-rank products of an expert, two are as wide as the model: A of gate and up reads the tokens, and B of
+down adds to the output of the tokens. If most experts are active, one large product of each slot's tokens with the
+concatenated factors of all experts is faster than a small product for each (expert, slot) group, and it needs no
+gathered rows (docs/decisions/0009). The two narrow ones, B of gate and up and A of down, are still computed for the
+pairs. Grouped products are faster where FedGuild's kernels compute them (docs/decisions/0021).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def run_token_side(
     Args:
         tokens: [N, H] the layer's input, slot-major.
         weights: [N, k] routing weights (times the output scale, if there is one).
-        rows_per_slot: Each slot's share of the tokens, in a unit that N is a multiple of their sum of.
+        rows_per_slot: Each slot's share of the tokens, in any unit; N is a multiple of their sum.
         lora: The factors A [M, S, r, in] and B [M, S, r, out] of every projection, down last.
         scale: [S, r] LoRA's scale of each slot's ranks.
     """

@@ -31,7 +31,7 @@ class Routing:
         weights: [N, k] the active experts' weights, before the output scale.
         indices: [N, k] the active experts; M for places without one.
         slot: [N] slot of each token.
-        keep: [N] bool, False for padding; None where every token is real.
+        keep: [N] bool, False for padding; None if every token is real.
     """
 
     layer: int
@@ -64,11 +64,8 @@ class MoeLayer:
 
     Attributes:
         index: Position among the model's MoE layers.
-        info: Its names and sizes.
         router: The router module; `experts` the fused experts module.
         frozen: Returns the experts' frozen weights.
-        rule: The family's routing.
-        runtime: The backbone's runtime.
         capacity: Largest number of tokens of a row that an expert takes, or None without a limit.
         expert_lora: The factors of gate, up and down, stored as `run_experts` takes them, or None.
         expert_scale: [S, r] LoRA's scale of each slot's ranks, or None.
@@ -98,7 +95,6 @@ class MoeLayer:
     casts: Casts = field(default_factory=Casts)
 
     def detach(self) -> None:
-        """Removes everything that was attached."""
         self.expert_lora = self.expert_scale = self.output_scale = self.chooser = None
         self.expert_delta = None
         self.logit_terms.clear()
@@ -123,7 +119,6 @@ class MoeLayer:
         return logits, weights, indices
 
     def _chosen(self, logits: Tensor, slot: Tensor, current: Pass) -> tuple[Tensor, Tensor]:
-        """Returns the weights [N, k] and the indices [N, k] of a pass."""
         active = None if current.active_experts is None else current.active_experts[slot]
         most = current.most_active or self.info.top_k
         if self.chooser is not None:
@@ -136,11 +131,11 @@ class MoeLayer:
         return within_capacity(weights, indices, self.capacity, self.info.num_experts, sum(current.rows_per_slot))
 
     def outputs_of(self, routing: Routing) -> tuple[Tensor, Tensor]:
-        """Returns the experts' output as this pass has it, for an observer, and as it is at the model's own number.
+        """Returns the experts' output of this pass, and their output with the model's own number of active experts.
 
         Returns:
             [N, H] with each slot's own active experts and its output scale, and [N, H] with the model's own number of
-            active experts and no scale, of the same input.
+                active experts and no scale, for the same input.
         """
         current = self.runtime.current
         assert current is not None
@@ -191,5 +186,5 @@ class MoeLayer:
 
 
 def waits_for_values(device: torch.device) -> bool:
-    """Whether the host waits until a device has done all that is queued, to read a value of it."""
+    """Whether the host must wait for everything queued on a device to read a value from it."""
     return device.type != "cpu"
