@@ -15,8 +15,8 @@ import torch
 from timing import add_device, machine, medians
 from torch import Tensor
 
+from fedguild.core.seeding import torch_rng
 from fedguild.methods.fedamole.assignment import AssignmentRules, assign_experts, selection_probability
-from fedguild.seeding import torch_rng
 
 MODULES, CLIENTS, EXPERTS = 32, 10, 30
 RULES = AssignmentRules(fewest=2, most=8, clients_per_expert=2)

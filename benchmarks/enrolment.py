@@ -15,12 +15,12 @@ from pathlib import Path
 
 from timing import machine
 
-from fedguild.config.site import load_server
 from fedguild.federation import commands
 from fedguild.federation.keys import write_key
 from fedguild.federation.operations import START_SECONDS, register_keys
 from fedguild.federation.processes import Child
 from fedguild.federation.project import write_project
+from fedguild.federation.site import load_server
 
 
 def main() -> None:

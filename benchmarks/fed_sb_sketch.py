@@ -14,11 +14,11 @@ import torch
 from timing import add_device, machine
 from torch import Tensor
 
+from fedguild.core.seeding import torch_rng
 from fedguild.methods.fed_sb import FedSBSettings, initial_factors
 from fedguild.methods.fed_sb.singular_vectors import random_orthonormal
 from fedguild.methods.fed_sb.sketch import probes, rebuilt
 from fedguild.model.adapters.lora import DOWN, UP
-from fedguild.seeding import torch_rng
 
 POWERS = (0.5, 1.0, 1.5)
 

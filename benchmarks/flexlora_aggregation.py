@@ -16,7 +16,7 @@ import torch
 from timing import add_device, machine, medians
 from torch import Tensor
 
-from fedguild.seeding import torch_rng
+from fedguild.core.seeding import torch_rng
 from fedguild.server.low_rank import Factors, Svd, decompose, stack, truncate
 
 EXPERTS, HIDDEN, WIDTH = 64, 2048, 1024

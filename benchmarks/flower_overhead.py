@@ -24,10 +24,10 @@ from statistics import fmean
 import yaml
 from timing import machine
 
-from fedguild import experiment
 from fedguild.config import Config, load_config
 from fedguild.federation.project import write_project
-from fedguild.runs.log import ClientRecord, RoundRecord, RunLog
+from fedguild.measuring.log.records import ClientRecord, RoundRecord, RunLog
+from fedguild.runs import experiment
 
 MEGABYTE = 2**20
 START_SECONDS, RUN_SECONDS = 180.0, 3600.0

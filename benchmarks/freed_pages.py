@@ -19,7 +19,7 @@ import torch
 from models import TINY, our_backbone, our_step, rows
 from timing import add_device, machine, wait
 
-from fedguild.heap import keep_freed_pages
+from fedguild.model.heap import keep_freed_pages
 
 CLIENTS, BATCH = 8, 4
 

@@ -18,8 +18,8 @@ tell most come first, and the last minutes are kept for the other benchmarks. `i
 
 Qwen3-30B-A3B as a whole leaves room for few clients beside its 61 GB of weights, so that it is measured with 12 of its
 48 layers, too.
-The share of peak counts the FLOPs of `fedguild.costs` over the GPU's published dense bf16 rate, and over the rate of a
-large product measured here.
+The share of peak counts the FLOPs of `fedguild.measuring.costs` over the GPU's published dense bf16 rate, and over the
+rate of a large product measured here.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fedguild.client.optimizer import SlotOptimizer
 from fedguild.config.training import TrainingSettings
-from fedguild.costs.flops import cost
+from fedguild.core.files import write_text
 from fedguild.data.batches import Encoded, collate
 from fedguild.engines.peak_memory import peak_bytes, reset_peak
-from fedguild.files import write_text
+from fedguild.measuring.costs.flops import cost
 from fedguild.model import kernels
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone, describe_architecture, make_backbone

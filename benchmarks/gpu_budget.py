@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedguild.costs.flops import cost
+from fedguild.measuring.costs.flops import cost
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.storage import padded_rank
 from fedguild.model.backbone import describe_config
@@ -50,7 +50,7 @@ class Part:
 
 
 def parts(clients: int, tokens: int, rank: int) -> tuple[list[Part], float]:
-    """Returns the parts of OLMoE-1B-7B's step, and the FLOPs that `fedguild.costs` counts for it."""
+    """Returns the parts of OLMoE-1B-7B's step, and the FLOPs that `fedguild.measuring.costs` counts for it."""
     model = describe_config("olmoe-1b-7b")
     plan = AdapterPlan((Lora(rank, 1.0, ("attention", "experts")),), 8)
     counted = cost(model, plan)

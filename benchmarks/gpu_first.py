@@ -30,9 +30,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fedguild.client.optimizer import SlotOptimizer
 from fedguild.config.training import TrainingSettings
-from fedguild.costs.flops import cost
 from fedguild.data.batches import Encoded, collate
 from fedguild.engines.peak_memory import peak_bytes, reset_peak
+from fedguild.measuring.costs.flops import cost
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.known import find_known

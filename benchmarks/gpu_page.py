@@ -11,7 +11,7 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from fedguild.files import write_text
+from fedguild.core.files import write_text
 from fedguild.report.style import FULL_WIDTH, INK, MUTED, gridlines, ordered_colours, styled, to_svg
 
 Entry = Mapping[str, Any]

@@ -16,8 +16,8 @@ from timing import machine
 BASE = "import torch; from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer"
 IMPORTS = {
     "torch and transformers' Auto classes": BASE,
-    "a run": "import fedguild.experiment",
-    "a run and a model's code": "import fedguild.experiment, transformers.modeling_utils",
+    "a run": "import fedguild.runs.experiment",
+    "a run and a model's code": "import fedguild.runs.experiment, transformers.modeling_utils",
     "the Auto classes and a model's code": f"{BASE}; import transformers.modeling_utils",
     "fedguild methods": "from fedguild.cli.app import app; app(['methods'], standalone_mode=False)",
 }

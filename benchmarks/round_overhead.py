@@ -16,10 +16,10 @@ from typing import Any
 
 from timing import add_device, machine, wait
 
-from fedguild import experiment
 from fedguild.client.cohort import Step
 from fedguild.config import load_config
-from fedguild.runs.log import RoundRecord, RunLog
+from fedguild.measuring.log.records import RoundRecord, RunLog
+from fedguild.runs import experiment
 
 inside = 0.0
 

@@ -32,13 +32,13 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config.federation import FederationSettings
 from fedguild.config.training import TrainingSettings
+from fedguild.core.payload import Payload
+from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded
 from fedguild.engines.local import LocalEngine
+from fedguild.measuring.log.records import RoundRecord, RunLog
 from fedguild.methods import build_method
-from fedguild.payload import Payload
-from fedguild.recording import client_records, routing_record
-from fedguild.runs.log import RoundRecord, RunLog
-from fedguild.seeding import torch_rng
+from fedguild.runs.recording import client_records, routing_record
 from fedguild.server import checkpoint
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round

@@ -20,12 +20,12 @@ from timing import add_device, machine
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
 from fedguild.config.federation import FederationSettings
+from fedguild.core.payload import Payload
+from fedguild.core.seeding import torch_rng
 from fedguild.engines.secure import SecureClients, SecureEngine
 from fedguild.methods import build_method
 from fedguild.model.info import ModelInfo
-from fedguild.payload import Payload
-from fedguild.secure.form import Form
-from fedguild.seeding import torch_rng
+from fedguild.privacy.secure_sum.form import Form
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
 from fedguild.server.method import Method, secure_form
 from fedguild.server.round import Outcome, RoundSetup

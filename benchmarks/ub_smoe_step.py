@@ -20,10 +20,10 @@ from timing import add_device, keep_freed_pages, machine
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.config.training import TrainingSettings
+from fedguild.core.payload import Payload
 from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
 
 RANK = 20
 TARGETS = ("attention", "experts")

@@ -24,10 +24,10 @@ import psutil
 import yaml
 
 from benchmarks.timing import machine
-from fedguild.runs.activity import ActivityLog
-from fedguild.runs.log import ClientRecord, EvaluationRecord, RoundRecord, RoutingRecord, RunLog
-from fedguild.watch.server import WatchServer
-from tests.watch.browser import Browser
+from fedguild.measuring.log.activity import ActivityLog
+from fedguild.measuring.log.records import ClientRecord, EvaluationRecord, RoundRecord, RoutingRecord, RunLog
+from fedguild.report.watch.server import WatchServer
+from tests.report.watch.browser import Browser
 
 BUDGETS = ("b1", "b2", "b3", "b4")
 LINES = 20

@@ -24,12 +24,12 @@ from transformers import (
 )
 from transformers.models.switch_transformers import SwitchTransformersTop1Router
 
+from fedguild.core.seeding import torch_rng
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes
-from fedguild.seeding import torch_rng
 
 VOCABULARY = 32
 PAD, END = 0, 2

@@ -13,29 +13,29 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.watch.browser import NO_BROWSER, Browser, require_chromium
+from tests.report.watch.browser import NO_BROWSER, Browser, require_chromium
 
 if TYPE_CHECKING:
     from fedguild.model.backbone import Backbone
 
-pytest.register_assert_rewrite("tests.experiment.runs", "tests.engines.equality")
+pytest.register_assert_rewrite("tests.runs.runs", "tests.engines.equality")
 
 TOGETHER = {
-    "tests/api/test_ray_cells.py": "ray",
-    "tests/engines/flower/test_guide.py": "flower",
-    "tests/engines/flower/test_processes.py": "flower",
-    "tests/engines/flower/test_processes_long.py": "flower",
-    "tests/engines/flower/test_kills_long.py": "flower",
+    "tests/runs/api/test_ray_cells.py": "ray",
+    "tests/federation/flower/test_guide.py": "flower",
+    "tests/federation/flower/test_processes.py": "flower",
+    "tests/federation/flower/test_processes_long.py": "flower",
+    "tests/federation/flower/test_kills_long.py": "flower",
     "tests/engines/test_ray.py": "ray",
-    "tests/costs/test_published.py": "published",
+    "tests/measuring/costs/test_published.py": "published",
     "tests/tools/test_docs.py": "published",
-    "tests/experiment/test_disk.py": "disk",
-    "tests/experiment/test_resume.py": "resume",
-    "tests/export/test_run.py": "exports",
+    "tests/runs/test_disk.py": "disk",
+    "tests/runs/test_resume.py": "resume",
+    "tests/runs/test_exporting.py": "exports",
     "tests/model/test_sharding.py": "ranks",
     "tests/report/test_browser.py": "pages",
     "tests/report/test_html.py": "pages",
-    "tests/watch/test_page.py": "pages",
+    "tests/report/watch/test_page.py": "pages",
 }
 """File of tests -> what they share: processes of which a machine bears one at a time, or a fixture that takes long."""
 
@@ -47,14 +47,14 @@ SPREAD = frozenset(
         "client/test_optimizer",
         "client/test_synchronisations",
         "config/test_table",
-        "costs/test_traffic",
-        "engines/flower/test_faults",
-        "experiment/test_bad_input",
-        "experiment/test_presets",
+        "federation/flower/test_faults",
+        "measuring/costs/test_traffic",
         "methods/test_matrix",
         "methods/test_synchronisations",
-        "secure/test_methods",
-        "secure/test_runs",
+        "privacy/secure_sum/test_methods",
+        "privacy/secure_sum/test_runs",
+        "runs/test_bad_input",
+        "runs/test_presets",
         "trust/test_attacks",
         "trust/test_fuzzing",
         "trust/test_poison",
@@ -70,18 +70,10 @@ UNTRACED = frozenset(
         "client/test_synchronisations",
         "client/test_without_fp64",
         "config/test_table",
-        "costs/test_memory_table",
-        "costs/test_published",
-        "costs/test_traffic",
-        "engines/flower/test_equality",
-        "experiment/test_disk",
-        "experiment/test_faults",
-        "experiment/test_fitted",
-        "experiment/test_presets",
-        "experiment/test_protocols",
-        "experiment/test_records",
-        "experiment/test_resume",
-        "experiment/test_switch",
+        "federation/flower/test_equality",
+        "measuring/costs/test_memory_table",
+        "measuring/costs/test_published",
+        "measuring/costs/test_traffic",
         "methods/fedamole/test_runs",
         "methods/test_matrix",
         "methods/test_private_methods",
@@ -90,10 +82,18 @@ UNTRACED = frozenset(
         "model/test_experts",
         "model/test_full_experts",
         "model/test_segmented",
+        "runs/test_disk",
+        "runs/test_faults",
+        "runs/test_fitted",
+        "runs/test_presets",
+        "runs/test_protocols",
+        "runs/test_records",
+        "runs/test_resume",
+        "runs/test_switch",
+        "runs/tracking/test_in_runs",
         "test_commands",
         "test_gpu_benchmark",
         "test_gpu_first",
-        "tracking/test_in_runs",
         "trust/test_fuzzing",
         "trust/test_poisoned_parts",
     )
@@ -197,7 +197,7 @@ def browser(one_browser: Browser) -> Browser:
 @pytest.fixture
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets runs in this process write no report, which takes longer than two rounds of a small run."""
-    monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
 
 
 @pytest.fixture
@@ -209,7 +209,7 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def english_stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a small random OLMoE with the English model's 64 experts, 8 of them active."""
-    from tests.experiment.runs import save_model  # it imports transformers, which most tests do without
+    from tests.runs.runs import save_model  # it imports transformers, which most tests do without
 
     sizes = {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 1, "norm_topk_prob": False}
     widths = {"hidden_size": 32, "intermediate_size": 24}  # at least rank 20

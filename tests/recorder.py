@@ -446,13 +446,13 @@ def save_models(folder: Path) -> Facts:
 
 def record_run(label: str, models: Path) -> Facts:
     """Runs a case in a folder of its own and returns its facts."""
-    from fedguild import experiment, scoring
     from fedguild.client.memory import ClientMemory
     from fedguild.config import load_config
+    from fedguild.core.errors import ConfigError
     from fedguild.engines.local import LocalEngine
-    from fedguild.errors import ConfigError
+    from fedguild.federation.testing import drive
+    from fedguild.runs import experiment, scoring
     from fedguild.server import checkpoint
-    from fedguild.testing import drive
 
     experiment.write_report = lambda folder: folder / "report.html"  # which takes longer than the run
     facts: Facts = {}

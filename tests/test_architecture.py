@@ -1,87 +1,39 @@
-"""The structure of the package: nothing imports from a later stage, and neither modules nor packages form a circle."""
+"""Fifteen packages, each importing only from those before it, and no circle of modules."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
 
+import fedguild
 from fedguild.methods import METHODS
 from fedguild.server.method import Method
 from tests.conftest import SPREAD, TOGETHER, UNTRACED
 
-SOURCE = Path(__file__).parents[1] / "src" / "fedguild"
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "fedguild"
 MODULES = sorted(SOURCE.rglob("*.py"))
 
-STAGES = ("config", "data", "model", "client", "wire", "server", "evaluation", "costs", "report")
-BELOW = (
-    *(
-        "errors",
-        "plugins",
-        "seeding",
-        "text",
-        "heap",
-        "files",
-        "layout",
-        "payload",
-        "packing",
-        "sealed",
-        "chained",
-        "locking",
-        "secure",
-    ),
-    *("progress", "environment", "privacy", "hub", "runs", "tail", "score_names"),
+ORDER = (
+    *("core", "config", "data", "model", "privacy", "client", "server", "methods"),
+    *("measuring", "engines", "report", "export", "runs", "federation", "cli"),
 )
-"""What every stage may use, and what uses no stage."""
-LAST = (
-    "guarantee",
-    "setup",
-    "report.table_figures",
-    "recording",
-    "scoring",
-    "results",
-    "callbacks",
-    "tracking",
-    "experiment",
-    "export",
-    "federation",
-    "testing",
-    "api",
-    "watch",
-    "cli",
-    "__main__",
-)
-"""What uses every stage, in this order."""
-
-
-def may_import(part: str) -> set[str]:
-    """Returns the parts of the package, or modules of one, that a part may import from."""
-    if part in (*BELOW, "__init__"):
-        return {*BELOW, "__init__", *(["config.renamed"] if part == "runs" else [])}
-    if part in STAGES:
-        return {*BELOW, "__init__", *STAGES[: STAGES.index(part) + 1]}
-    upstream = {*BELOW, "__init__", *STAGES[: STAGES.index("server") + 1], "methods"}
-    if part == "methods":
-        return upstream
-    if part == "engines":
-        return {*upstream, "engines", "costs.memory"}
-    return {*upstream, *STAGES, "engines", *LAST[: LAST.index(part) + 1]}
-
-
-def part_of(module: str) -> str:
-    """Returns the part a module belongs to: `fedguild.model.moe.view` to `model`, `fedguild` to `__init__`."""
-    inside = module.removeprefix("fedguild.")
-    return inside if inside in LAST else [*module.split("."), "__init__"][1]
+"""A package imports from those before it; docs/decisions/0023-packages-in-one-order.md says why in this order."""
 
 
 def name_of(path: Path) -> str:
-    """Returns a file's module name."""
-    parts = ("fedguild", *path.relative_to(SOURCE).with_suffix("").parts)
-    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 2 else parts)
+    """Returns a file's module name; a package's is that of its folder."""
+    return ".".join(("fedguild", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def package_of(module: str) -> str:
+    """Returns the package a module belongs to: `fedguild.model.moe.view` to `model`; `fedguild` itself to none."""
+    return [*module.split("."), ""][1]
 
 
 @cache
@@ -89,158 +41,113 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
-def names_in(nodes: Iterator[ast.AST]) -> set[str]:
-    """Returns the names of the package that some import statements name, modules and what is in them."""
-    found: set[str] = set()
-    for node in nodes:
+def imported(tree: ast.Module, modules: Iterable[str]) -> set[str]:
+    """Returns those of some modules that code imports, anywhere in it; of a package, a name it defines is itself."""
+    known, found = frozenset(modules), set[str]()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"a relative import: {ast.unparse(node)}"
             module = node.module or ""
-            found |= {f"{module}.{alias.name}" if is_package(module) else module for alias in node.names}
+            found |= {name if (name := f"{module}.{alias.name}") in known else module for alias in node.names}
     return {name for name in found if name.split(".")[0] == "fedguild"}
 
 
 @cache
-def imported(path: Path) -> set[str]:
-    """Returns the names of the package that a file imports, anywhere in it."""
-    return names_in(ast.walk(parse(path)))
+def graph() -> dict[str, set[str]]:
+    """Module -> the modules that it imports: for type checkers and inside functions too."""
+    names = {name_of(path): path for path in MODULES}
+    return {name: imported(parse(path), names) - {name} for name, path in names.items()}
 
 
-def graph_of(trees: dict[str, ast.Module]) -> dict[str, set[str]]:
-    """Returns module -> the modules that it imports, anywhere in it; of a package, a name it defines is itself."""
-    known = set(trees)
-    return {
-        module: {name if name in known else name.rpartition(".")[0] for name in names_in(ast.walk(tree))} - {module}
-        for module, tree in trees.items()
-    }
-
-
-def is_package(module: str) -> bool:
-    return (SOURCE.parent / module.replace(".", "/")).is_dir()
-
-
-@cache
-def parts() -> frozenset[str]:
-    return frozenset(part_of(name_of(path)) for path in MODULES)
-
-
-def allowed(module: str, name: str) -> bool:
-    """Whether a module may import a name."""
-    part = part_of(name) if part_of(name) in parts() else "__init__"
-    inside = ".".join(name.split(".")[1:3])
-    permitted = may_import(part_of(module))
-    return part in permitted or inside in permitted
-
-
-def test_no_module_imports_from_a_later_stage():
-    later = [
-        f"{name_of(path)} imports {name}"
-        for path in MODULES
-        for name in sorted(imported(path))
-        if not allowed(name_of(path), name)
+def later(graph: dict[str, set[str]]) -> list[str]:
+    """Returns the imports from a later package; `fedguild`, which everything may import, has only what is lazy."""
+    places = {package: place for place, package in enumerate(ORDER)}
+    return [
+        f"{module} imports {name}"
+        for module, names in graph.items()
+        for name in sorted(names)
+        if package_of(module) in places and places.get(package_of(name), -1) > places[package_of(module)]
     ]
-    assert not later, "; ".join(later)
+
+
+def test_no_module_imports_from_a_later_package():
+    assert not later(graph()), "; ".join(later(graph()))
+
+
+def test_there_is_no_other_package_and_no_loose_module():
+    """`testing` gives the federation's a short name."""
+    found = {package_of(name) for name in graph()} | {path.name for path in SOURCE.iterdir() if path.is_dir()}
+    assert found - {"__pycache__"} == {"", "__main__", "testing", *ORDER}
+    assert graph()["fedguild.testing"] == {"fedguild.federation.testing"}
+    assert not graph()["fedguild"]
+
+
+def test_the_package_tells_its_order():
+    told = " ".join((fedguild.__doc__ or "").split())
+    assert f"those before it: {', '.join(ORDER)}." in told
+
+
+def test_the_packages_stand_on_a_dozen_floors_at_most():
+    """A package's floor is one above the highest of those that it imports from."""
+    floors = dict.fromkeys(ORDER, 1)
+    for package in ORDER:
+        needed = {
+            package_of(name) for module, names in graph().items() if package_of(module) == package for name in names
+        }
+        floors[package] += max((floors[name] for name in needed & set(ORDER) - {package}), default=0)
+    assert max(floors.values()) <= 12, floors
 
 
 def test_imports_form_no_circle():
-    """Those for type checkers and those inside functions too: modules that need each other are one module."""
-    TopologicalSorter(graph_of({name_of(path).removesuffix(".__init__"): parse(path) for path in MODULES})).prepare()
+    """Modules that need each other are one module."""
+    TopologicalSorter(graph()).prepare()
 
 
-def test_packages_form_no_circle():
-    """Nor do the folders and files right below `fedguild`, each as a whole."""
-    needed: dict[str, set[str]] = {}
-    for module, names in graph_of({name_of(path).removesuffix(".__init__"): parse(path) for path in MODULES}).items():
-        place, *others = (name.split(".")[1] if "." in name else "__init__" for name in (module, *names))
-        needed.setdefault(place, set()).update(set(others) - {place})
-    TopologicalSorter(needed).prepare()
-
-
-@pytest.mark.parametrize("closes", ["if TYPE_CHECKING:\n", "def late():\n", "def make():\n  class Late:\n"])
-def test_a_circle_of_imports_is_found_where_only_types_or_a_function_close_it(closes):
+@pytest.mark.parametrize("closes", ["", "if True:\n  ", "def late():\n  ", "def make():\n  class Late:\n    "])
+def test_an_import_from_a_later_package_and_a_circle_are_found_wherever_they_are(closes):
     trees = {
-        "fedguild.model.plan": f"{closes}    from fedguild.model import slots",
-        "fedguild.model.slots": "from fedguild.model.plan import AdapterPlan",
+        "fedguild.model.plan": f"{closes}from fedguild.model import slots",
+        "fedguild.model.slots": f"{closes}from fedguild.model.plan import AdapterPlan",
+        "fedguild.model.info": f"{closes}from fedguild.server.method import Method",
+        "fedguild.server.method": f"{closes}from fedguild.model.info import ModelInfo",
     }
+    found = {name: imported(ast.parse(text), trees) for name, text in trees.items()}
+    assert later(found) == ["fedguild.model.info imports fedguild.server.method"]
     with pytest.raises(CycleError, match="nodes are in a cycle"):
-        TopologicalSorter(graph_of({name: ast.parse(text) for name, text in trees.items()})).prepare()
-    alone = {**trees, "fedguild.model.plan": f"{closes}    from fedguild.model import moe"}
-    TopologicalSorter(graph_of({name: ast.parse(text) for name, text in alone.items()})).prepare()
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "expected"),
-    [
-        ("fedguild.data.split", "fedguild.data.partition", True),
-        ("fedguild.model.slots", "fedguild.data.batches", True),
-        ("fedguild.data.batches", "fedguild.model.slots", False),
-        ("fedguild.client.cohort", "fedguild.server.rounds", False),
-        ("fedguild.payload", "fedguild.model.plan", False),
-        ("fedguild.environment", "fedguild.__version__", True),
-        ("fedguild.methods.flame", "fedguild.server.aggregation", True),
-        ("fedguild.methods.flame", "fedguild.evaluation.metrics", False),
-        ("fedguild.engines.local", "fedguild.methods.flame", True),
-        ("fedguild.engines.local", "fedguild.costs.memory", True),
-        ("fedguild.engines.local", "fedguild.costs.published", False),
-        ("fedguild.engines.local", "fedguild.evaluation.tasks", False),
-        ("fedguild.evaluation.tasks", "fedguild.costs.flops", False),
-        ("fedguild.costs.profile", "fedguild.setup", False),
-        ("fedguild.setup.method_checks", "fedguild.model.shapes_only", True),
-        ("fedguild.report.costs", "fedguild.api.profiling", False),
-        ("fedguild.report.html", "fedguild.experiment", False),
-        ("fedguild.experiment", "fedguild.engines.local", True),
-        ("fedguild.experiment", "fedguild.cli.app", False),
-        ("fedguild.cli.run", "fedguild.experiment", True),
-    ],
-)
-def test_the_rule_tells_good_imports_from_bad(module, name, expected):
-    assert allowed(module, name) is expected
-
-
-def test_every_part_has_its_place():
-    assert parts() <= {*BELOW, *STAGES, "__init__", "methods", "engines", *LAST}
+        TopologicalSorter(found).prepare()
+    assert later(graph() | {"fedguild.core.errors": {"fedguild.config"}})
 
 
 def test_a_modules_docstring_says_what_the_module_is():
     """It opens with a noun phrase or a verb, never with a question."""
     asking = {"what", "which", "where", "when", "whether", "how", "why", "who", "whose"}
-    root = SOURCE.parents[1]
-    files = [*MODULES, *(path for name in ("tests", "benchmarks", "tools") for path in (root / name).rglob("*.py"))]
+    files = [*MODULES, *(path for name in ("tests", "benchmarks", "tools") for path in (ROOT / name).rglob("*.py"))]
     opens = {path: (ast.get_docstring(parse(path)) or "-").split()[0].strip(":,.").lower() for path in files}
-    wrong = [str(path.relative_to(root)) for path, word in opens.items() if word in asking]
+    wrong = [str(path.relative_to(ROOT)) for path, word in opens.items() if word in asking]
     assert not wrong, f"Open with a noun phrase, for example 'Sub-model selection for FedMoE': {', '.join(wrong)}"
 
 
-def test_a_stages_docstring_opens_with_its_place():
-    opens = {stage: ast.get_docstring(parse(SOURCE / stage / "__init__.py")) or "" for stage in STAGES}
-    wrong = [
-        stage
-        for number, (stage, text) in enumerate(opens.items(), start=1)
-        if not text.startswith(f"Stage {number} of {len(STAGES)}: {stage}.")
-    ]
-    assert not wrong
-
-
-SECTIONS = {f"fedguild.config.{name}" for name in ("data", "federation", "training", "privacy", "renamed")}
-"""The parts of a config that a stage may take as they are, each declared once, and the table of names that changed."""
+SECTIONS = {f"fedguild.config.{name}" for name in ("data", "federation", "privacy", "renamed", "table", "training")}
+"""What other packages may take: the sections of a config, the papers' tables, and the names that changed."""
 
 
 def test_modules_take_plain_arguments_or_a_section_never_the_config():
     whole = {
-        name_of(path) for path in MODULES if any(part_of(n) == "config" and n not in SECTIONS for n in imported(path))
+        name for name, names in graph().items() if any(package_of(n) == "config" and n not in SECTIONS for n in names)
     }
-    assert {part_of(name) for name in whole} <= {"config", *LAST}
+    assert {package_of(name) for name in whole} <= {"config", "runs", "federation", "cli"}
 
 
 def test_a_method_imports_nothing_from_another_one():
-    """A method is read in its own file or folder; what two of them share lies in an earlier stage."""
+    """A method is read in its own file or folder; what two of them share lies in an earlier package."""
     wrong = [
-        f"{name_of(path)} imports {name}"
-        for path in (SOURCE / "methods").rglob("*.py")
-        for name in sorted(imported(path))
-        if name.startswith("fedguild.methods.") and name.split(".")[:3] != name_of(path).split(".")[:3]
+        f"{module} imports {name}"
+        for module, names in graph().items()
+        for name in sorted(names)
+        if package_of(module) == "methods" and name.startswith("fedguild.methods.")
+        if name.split(".")[:3] != module.split(".")[:3]
     ]
     assert not wrong, "; ".join(wrong)
 
@@ -253,5 +160,4 @@ def test_a_methods_class_is_based_on_nothing_but_method():
 
 
 def test_the_files_that_the_tests_are_dealt_by_are_there() -> None:
-    root = SOURCE.parents[1]
-    assert not [file for file in {*SPREAD, *TOGETHER, *UNTRACED} if not (root / file).is_file()]
+    assert not [file for file in {*SPREAD, *TOGETHER, *UNTRACED} if not (ROOT / file).is_file()]

@@ -25,12 +25,12 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from fedguild.api.comparing import is_table
-from fedguild.api.sweeping import divide
 from fedguild.cli import app
 from fedguild.config import load_config, table_cells, tables
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 from fedguild.methods import METHODS
+from fedguild.runs.api.comparing import is_table
+from fedguild.runs.api.sweeping import divide
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -157,10 +157,10 @@ def test_every_command_is_run_by_a_test_or_says_why_not() -> None:
 def test_what_is_neither_run_nor_marked_is_found() -> None:
     text = "```sh\nfedguild presets\nfedguild run flame/tiny-tasks\n```\n"
     text += "<!-- not run: no -->\n```sh\nfedguild presets\n```\n"
-    text += "<!-- run by: tests/test_files.py -->\n```sh\nmake x\n```\n"
+    text += "<!-- run by: tests/core/test_files.py -->\n```sh\nmake x\n```\n"
     assert unaccounted(list(commands_of("docs/page.md", text))) == [
         "docs/page.md: fedguild run flame/tiny-tasks: neither run by a test nor marked",
-        "docs/page.md: make x: tests/test_files.py is no test that names the page",
+        "docs/page.md: make x: tests/core/test_files.py is no test that names the page",
         "docs/page.md: 'not run: no', but all of it is run",
     ]
 

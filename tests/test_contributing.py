@@ -10,14 +10,15 @@ import torch
 import yaml
 from torch import Tensor
 
-from fedguild import experiment, methods
+from fedguild import methods
 from fedguild.config import load_config
-from fedguild.payload import Payload, with_part
+from fedguild.core.payload import Payload, with_part
+from fedguild.runs import experiment
 from fedguild.server import checkpoint
 from fedguild.server.method import RUNNING_MEAN, Method
-from tests.experiment.runs import save_model
 from tests.methods import test_matrix, test_private_methods
 from tests.methods.federation import LARGE, client, upload
+from tests.runs.runs import save_model
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text("utf-8")
 SMALL = [

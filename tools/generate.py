@@ -25,10 +25,10 @@ from fedguild.config import table_cells, tables
 from fedguild.config.reference import as_markdown, settings_of
 from fedguild.config.schema import Config
 from fedguild.config.table import ShippedTable, Table
-from fedguild.costs.published import compare
-from fedguild.costs.published_claims import CLAIMS
-from fedguild.costs.several_gpus import gpus_markdown
-from fedguild.errors import DataError
+from fedguild.core.errors import DataError
+from fedguild.measuring.costs.published import compare
+from fedguild.measuring.costs.published_claims import CLAIMS
+from fedguild.measuring.costs.several_gpus import gpus_markdown
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo

@@ -1,8 +1,8 @@
 """FedGuild: federated fine-tuning of mixture-of-experts language models.
 
-Nine stages, each importing only from those before it: config, data, model, client, wire,
-server, evaluation, costs, report. Methods sit after the server, engines after the methods, the
-command line last. `experiment.py` has the whole flow, from a config to the report.
+Fifteen packages, each importing only from those before it: core, config, data, model, privacy, client, server, methods,
+measuring, engines, report, export, runs, federation, cli. `runs/experiment.py` has the whole flow, from a config to the
+report.
 
 The names of `__all__` are the documented Python API (docs/guides/python.md). They are imported when they are first
 used, so that `import fedguild` is fast; `__init__.pyi` has their types.
@@ -14,24 +14,24 @@ from typing import Any
 __version__ = "0.4.0"
 
 _MODULES = {
-    "Comparison": "results",
-    "EarlyStopping": "callbacks.early_stopping",
-    "Event": "callbacks",
-    "FedGuildError": "errors",
-    "RunResult": "results",
-    "Sweep": "results",
-    "compare": "api.comparing",
-    "evaluate": "api.runs",
-    "export_model": "api.models",
-    "load_model": "api.models",
-    "load_run": "results",
-    "partition": "api.looking",
-    "premise": "api.looking",
-    "profile": "api.looking",
-    "push": "api.pushing",
-    "resume": "api.runs",
-    "run": "api.runs",
-    "sweep": "api.sweeping",
+    "Comparison": "runs.results",
+    "EarlyStopping": "runs.callbacks.early_stopping",
+    "Event": "runs.callbacks",
+    "FedGuildError": "core.errors",
+    "RunResult": "runs.results",
+    "Sweep": "runs.results",
+    "compare": "runs.api.comparing",
+    "evaluate": "runs.api.runs",
+    "export_model": "runs.api.models",
+    "load_model": "runs.api.models",
+    "load_run": "runs.results",
+    "partition": "runs.api.looking",
+    "premise": "runs.api.looking",
+    "profile": "runs.api.looking",
+    "push": "runs.api.pushing",
+    "resume": "runs.api.runs",
+    "run": "runs.api.runs",
+    "sweep": "runs.api.sweeping",
 }
 """Public name -> the module below `fedguild` that defines it."""
 

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner, Result
 
-import fedguild
 from fedguild.cli import app
 from fedguild.config import Config, load_config
-from fedguild.payload import Payload
-from fedguild.progress import Progress
-from fedguild.runs.log import RunLog
+from fedguild.core.payload import Payload
+from fedguild.core.progress import Progress
+from fedguild.measuring.log.records import RunLog
 from fedguild.server import checkpoint
 from tests.report.runs import FLAME_FINAL, RANKS_FINAL, write_run
 
@@ -30,7 +29,7 @@ def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
 
 
 class FakeExperiment:
-    """Stands in for `fedguild.experiment`; `calls` tells what was asked of it."""
+    """Stands in for `fedguild.runs.experiment`; `calls` tells what was asked of it."""
 
     CHECKPOINTS = "checkpoints"
 
@@ -98,8 +97,8 @@ class FakeExperiment:
 
 @pytest.fixture
 def experiment(monkeypatch: pytest.MonkeyPatch) -> FakeExperiment:
-    """Puts a FakeExperiment where the commands look for `fedguild.experiment`."""
+    """Puts a FakeExperiment where the commands look for `fedguild.runs.experiment`."""
     fake = FakeExperiment()
-    monkeypatch.setitem(sys.modules, "fedguild.experiment", fake)  # type: ignore[arg-type]
-    monkeypatch.setattr(fedguild, "experiment", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "fedguild.runs.experiment", fake)  # type: ignore[arg-type]
+    monkeypatch.setattr("fedguild.runs.experiment", fake, raising=False)
     return fake

@@ -11,7 +11,7 @@ from typer.main import get_command
 
 import fedguild
 from fedguild.cli import app
-from fedguild.errors import DataError
+from fedguild.core.errors import DataError
 from tests.cli.conftest import FakeExperiment, Invoke
 
 COMMANDS = ["run", "resume", "compare", "partition", "evaluate", "export", "report", "methods", "presets", "doctor"]

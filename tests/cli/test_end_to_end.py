@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.runs.log import RunLog, comparable
+from fedguild.measuring.log.records import RunLog, comparable
 from tests.cli.conftest import Invoke
 
 SMALL = [

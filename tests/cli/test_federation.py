@@ -12,9 +12,9 @@ from typer.testing import CliRunner
 
 from fedguild.cli.app import app
 from fedguild.config import load_config
-from fedguild.config.site import load_server, load_site
 from fedguild.federation.audit import AuditLog
 from fedguild.federation.operations import Status
+from fedguild.federation.site import load_server, load_site
 
 pytest.importorskip("flwr")
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
@@ -205,7 +205,7 @@ def test_stop_and_revoke_are_passed_on(guild: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("limit", [None, 4096])
 def test_the_gateway_takes_its_settings(guild: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None) -> None:
-    from fedguild.engines.flower import gateway, listening
+    from fedguild.federation.flower import gateway, listening
 
     served: list[tuple[gateway.Gateway, dict[str, object]]] = []
     monkeypatch.setattr(listening, "serve", lambda app, **how: served.append((app, how)))

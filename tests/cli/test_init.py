@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from fedguild.api import drafting
 from fedguild.cli import app
 from fedguild.config import load_config
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
+from fedguild.runs.api import drafting
 from tests.cli.conftest import Invoke
 from tests.data.writing import write_jsonl
 

@@ -20,7 +20,7 @@ from fedguild.data import ClientData, Corpus, Example, PartitionTable, partition
 from fedguild.data.partition import SCHEMES
 from fedguild.methods import METHODS
 from fedguild.model import kernels
-from fedguild.setup import PreparedData
+from fedguild.runs.setup import PreparedData
 from tests.cli.conftest import Invoke
 from tests.plugins import install
 
@@ -345,7 +345,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         clients=[ClientData(one * 60, one * 6, one * 4), ClientData(one * 20, one * 3, one * 2)],
     )
-    monkeypatch.setattr("fedguild.setup.prepare_data", lambda config, *_: made)
+    monkeypatch.setattr("fedguild.runs.setup.prepare_data", lambda config, *_: made)
 
 
 def test_partition_shows_clients_and_labels(invoke: Invoke, prepared: None) -> None:

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.api.profiling import EXAMPLES
 from fedguild.client.budget import Budget
-from fedguild.costs import published_claims
-from fedguild.costs.flops import cost
+from fedguild.measuring.costs import published_claims
+from fedguild.measuring.costs.flops import cost
 from fedguild.methods import build_method
 from fedguild.model.backbone import describe_config
+from fedguild.runs.api.profiling import EXAMPLES
 from tests.cli.conftest import Invoke
 from tests.data.writing import write_jsonl
 
@@ -114,7 +114,7 @@ def test_what_is_wrong_is_said(invoke: Invoke) -> None:
 
 
 def test_the_papers_figures(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole list is in tests/costs/test_published.py."""
+    """The whole list is in tests/measuring/costs/test_published.py."""
     monkeypatch.setattr(published_claims, "CLAIMS", published_claims.CLAIMS[:4])
     shown = invoke("profile", "--published").stdout
     assert "8.19 M" in shown
@@ -132,7 +132,7 @@ def test_a_method_that_lacks_its_extra_is_left_out(invoke: Invoke, monkeypatch: 
     claims = [claim for claim in published_claims.CLAIMS if claim.what == "FDLoRA"]
     monkeypatch.setattr(published_claims, "CLAIMS", (*claims, published_claims.CLAIMS[0]))
     monkeypatch.setitem(sys.modules, "nevergrad", None)
-    from fedguild.costs import published
+    from fedguild.measuring.costs import published
 
     published._traffic.cache_clear()
     result = invoke("profile", "--published")

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 import fedguild
-from fedguild.api.run_grid import Row, plan_grid
 from fedguild.cli.options import is_setting
 from fedguild.cli.progress import TerminalProgress
 from fedguild.config import load_config
-from fedguild.errors import ConfigError
-from fedguild.export.run import Exported, Subject
-from fedguild.runs.index import read_plan
+from fedguild.core.errors import ConfigError
+from fedguild.measuring.log.index import read_plan
+from fedguild.runs.api.run_grid import Row, plan_grid
+from fedguild.runs.exporting import Exported, Subject
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run
 
@@ -301,7 +301,7 @@ def test_export_prints_the_folder_and_why_it_is_merged(
         asked.extend([*arguments, round])
         return Exported(Path("out"), "merged", "the merged form, as an adapter cannot carry it")
 
-    monkeypatch.setattr("fedguild.export.run.export", write)
+    monkeypatch.setattr("fedguild.runs.exporting.export", write)
     result = invoke("export", "run", "--budget", "b4", "--output", "out", "--round", "3", *flags)
     assert asked == [Path("run"), Subject(budget="b4"), Path("out"), form, 3]
     assert result.stdout == "out\n"
@@ -317,7 +317,7 @@ def test_export_of_a_client(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> 
         asked.extend([*arguments, round])
         return Exported(Path("out"), "peft")
 
-    monkeypatch.setattr("fedguild.export.run.export", write)
+    monkeypatch.setattr("fedguild.runs.exporting.export", write)
     assert invoke("export", "run", "--client", "client-002", "--output", "out").stdout == "out\n"
     assert asked == [Path("run"), Subject(client="client-002"), Path("out"), "peft", None]
     both = invoke("export", "run", "--client", "client-002", "--budget", "b1", "--output", "out")

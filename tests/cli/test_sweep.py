@@ -10,15 +10,14 @@ from types import SimpleNamespace
 
 import pytest
 
-import fedguild
-from fedguild.api.sweeping import divide, setting_names, split_values
 from fedguild.config import Config, load_config
-from fedguild.errors import ConfigError, DivergedError
-from fedguild.payload import Payload
-from fedguild.progress import Progress
+from fedguild.core.errors import ConfigError, DivergedError
+from fedguild.core.payload import Payload
+from fedguild.core.progress import Progress
+from fedguild.measuring.log.folder import load_run
+from fedguild.measuring.log.index import PLAN_FILE
 from fedguild.report.sweep import SweepTable, tabulate
-from fedguild.runs.folder import load_run
-from fedguild.runs.index import PLAN_FILE
+from fedguild.runs.api.sweeping import divide, setting_names, split_values
 from fedguild.server import checkpoint
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run
@@ -51,8 +50,8 @@ class Ranked(FakeExperiment):
 def ranked(monkeypatch: pytest.MonkeyPatch, experiment: FakeExperiment) -> Ranked:
     """The same in place of the experiment."""
     fake = Ranked()
-    monkeypatch.setitem(sys.modules, "fedguild.experiment", fake)
-    monkeypatch.setattr(fedguild, "experiment", fake, raising=False)
+    monkeypatch.setitem(sys.modules, "fedguild.runs.experiment", fake)
+    monkeypatch.setattr("fedguild.runs.experiment", fake, raising=False)
     return fake
 
 

@@ -14,7 +14,7 @@ import pytest
 from fedguild.cli import watch
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run
-from tests.watch.folders import federation
+from tests.report.watch.folders import federation
 
 
 @pytest.fixture

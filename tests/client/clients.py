@@ -11,12 +11,12 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalReport, LocalWork, Step
 from fedguild.config.training import TrainingSettings
+from fedguild.core.payload import Payload
+from fedguild.core.seeding import numpy_rng
 from fedguild.data.batches import Encoded
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
-from fedguild.seeding import numpy_rng
 from tests.backbones import PAD, lora_plan, random_adapter, random_rows
 
 SEED, ROUND = 7, 3

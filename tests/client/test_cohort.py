@@ -7,8 +7,8 @@ import torch
 
 from fedguild.client.cohort import _padded_sums
 from fedguild.client.schedule import learning_rate, plan_steps
+from fedguild.core.seeding import numpy_rng
 from fedguild.model.slots import SlotModel
-from fedguild.seeding import numpy_rng
 from tests.backbones import tiny_backbone, tiny_model
 from tests.client.clients import (
     ROUND,

@@ -16,13 +16,13 @@ from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.load_balancing import LoadBalancing, balance_loss, z_loss
 from fedguild.client.observing import observing
 from fedguild.config.training import TrainingSettings
+from fedguild.core.payload import Payload
+from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.moe.view import Routing
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
-from fedguild.seeding import torch_rng
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone
 from tests.oracles import smoe_llb as oracle
 

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from fedguild.client.memory import ClientMemory
-from fedguild.errors import CheckpointError
-from fedguild.payload import Payload
+from fedguild.core.errors import CheckpointError
+from fedguild.core.payload import Payload
 
 
 def kept(value: float) -> Payload:
@@ -86,7 +86,7 @@ def test_a_damaged_memory_is_named(tmp_path):
 
 
 def test_a_sealed_file_of_something_else_is_named(tmp_path):
-    from fedguild.sealed import write_sealed
+    from fedguild.core.sealed import write_sealed
 
     write_sealed(tmp_path / "client-000" / "round-00001.memory", b"hello")
     with pytest.raises(CheckpointError, match=r"round-00001\.memory is not a client's memory: its header"):

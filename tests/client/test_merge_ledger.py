@@ -20,11 +20,11 @@ from fedguild.client.merge_ledger import (
     reaches,
     without_merges,
 )
-from fedguild.errors import CheckpointError
+from fedguild.core.errors import CheckpointError
+from fedguild.core.packing import pack
+from fedguild.core.payload import Payload, with_part
+from fedguild.core.sealed import write_sealed
 from fedguild.model.folding import folded
-from fedguild.packing import pack
-from fedguild.payload import Payload, with_part
-from fedguild.sealed import write_sealed
 
 
 def change(version: int, shift: float = 0.0) -> dict[str, Tensor]:

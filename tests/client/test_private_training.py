@@ -12,13 +12,13 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.private_training import clipped_sum, spread
 from fedguild.client.training import train
 from fedguild.config.training import TrainingSettings
+from fedguild.core.errors import ConfigError, DataError
 from fedguild.data.batches import collate
-from fedguild.errors import ConfigError, DataError
 from fedguild.methods.pfl_moe.second_training import second_training
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
-from fedguild.privacy.dp_sgd import DpSgd
-from fedguild.privacy.noise import Noise
+from fedguild.privacy.dp.dp_sgd import DpSgd
+from fedguild.privacy.dp.noise import Noise
 from tests.backbones import PAD, tiny_backbone
 from tests.client.clients import Client, distance, flat, make_clients, make_cohort
 from tests.oracles import dp_sgd as oracle

@@ -10,8 +10,8 @@ import pytest
 from fedguild.client.schedule import learning_rate, plan_steps
 from fedguild.config import load_config
 from fedguild.config.training import TrainingSettings
-from fedguild.errors import DataError
-from fedguild.seeding import numpy_rng
+from fedguild.core.errors import DataError
+from fedguild.core.seeding import numpy_rng
 from tests.oracles.schedule import annealed_rates
 
 

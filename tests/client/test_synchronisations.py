@@ -19,6 +19,7 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.optimizer import SlotOptimizer
 from fedguild.config.training import TrainingSettings
+from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded, collate
 from fedguild.model import slot_products
 from fedguild.model.adapters.lora import Lora
@@ -27,7 +28,6 @@ from fedguild.model.moe import view
 from fedguild.model.moe.products import GROUP_LIMIT
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
 from tests.backbones import END, PAD, random_rows, tiny_model
 from tests.client.device import Device, Found
 from tests.model.kernels import let_run

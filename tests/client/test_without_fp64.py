@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from fedguild.config import load_config
 from fedguild.methods import METHODS
 from fedguild.model.backbone import make_backbone
-from fedguild.setup import method_of
+from fedguild.runs.setup import method_of
 from tests.backbones import tiny_model
 from tests.methods.federation import LARGE, SMALL, Federation, client
 

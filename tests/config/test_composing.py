@@ -13,7 +13,7 @@ from fedguild.config import axes, find_preset, load_config, presets
 from fedguild.config.composing import NOT_SETTINGS, PRESETS_FOLDER
 from fedguild.config.renamed import with_old_names
 from fedguild.config.schema import Config
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 from fedguild.methods import METHODS
 from fedguild.model.backbone import describe_config
 from tests.plugins import install

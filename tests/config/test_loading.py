@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from fedguild.config import load_config, presets
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 from tests.config.test_composing import RECORDED
 
 

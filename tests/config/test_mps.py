@@ -9,10 +9,10 @@ import torch
 import torchgen
 
 from fedguild.config import load_config
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 from fedguild.methods import METHODS
 from fedguild.model.backbone import describe_config, pick_device, pick_dtype
-from fedguild.setup import check_fit, fitted, method_of
+from fedguild.runs.setup import check_fit, fitted, method_of
 
 KNOWN = {"ub-smoe", "flex", "hfedmoe"}
 """Methods of which it is known that their clients compute in fp64; others may."""

@@ -24,8 +24,8 @@ from fedguild.config.renamed import (
     with_new_names,
     with_old_names,
 )
-from fedguild.config.site import ServerSettings, SiteSettings, load_server, load_site
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
+from fedguild.federation.site import ServerSettings, SiteSettings, load_server, load_site
 from tests.config.test_composing import RECORDED, recorded
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "names.md"

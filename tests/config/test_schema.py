@@ -12,8 +12,8 @@ from fedguild.config.federation import FederationSettings
 from fedguild.config.reference import as_markdown, settings_of
 from fedguild.config.schema import MethodSettings
 from fedguild.config.training import TrainingSettings
-from fedguild.errors import ConfigError
-from fedguild.score_names import SCORES, SUMMARIES
+from fedguild.core.errors import ConfigError
+from fedguild.core.score_names import SCORES, SUMMARIES
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/settings.md"
 

@@ -12,10 +12,10 @@ import yaml
 from fedguild.client.budget import Budget
 from fedguild.config import Config, Table, load_config, table_cells, tables
 from fedguild.config.table import TABLES_FOLDER, ShippedTable, TableCell, require_claimed_scores
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.methods.fedalign_moe.regulariser import adaptive_weights
-from fedguild.setup import check_config
+from fedguild.runs.setup import check_config
 from tests.backbones import tiny_backbone
 
 NAMES = [table.name for table in tables()]

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from fedguild.core.errors import DataError
 from fedguild.data import load_corpus
-from fedguild.errors import DataError
 from tests.data.writing import write_csv, write_json, write_jsonl
 
 

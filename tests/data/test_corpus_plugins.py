@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from fedguild.core.errors import ConfigError, DataError
 from fedguild.data import CORPORA, load_corpus
 from fedguild.data.corpora import CorpusSpec
-from fedguild.errors import ConfigError, DataError
 from tests.plugins import install
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/data.md"

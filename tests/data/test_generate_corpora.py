@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from fedguild.core.errors import DataError
+from fedguild.core.seeding import numpy_rng
 from fedguild.data import load_corpus, partition
-from fedguild.errors import DataError
-from fedguild.seeding import numpy_rng
 from tests.data.writing import write_csv, write_json, write_jsonl
 
 

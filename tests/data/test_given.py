@@ -10,9 +10,9 @@ import pytest
 import torch
 from datasets import Dataset, DatasetDict
 
+from fedguild.core.errors import DataError
 from fedguild.data.given import as_file, rows_of
 from fedguild.data.partition import as_parts
-from fedguild.errors import DataError
 
 ROWS: list[dict[str, Any]] = [{"instruction": "a", "response": "1"}, {"instruction": "b", "response": None}]
 

@@ -3,10 +3,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from fedguild.core.errors import DataError
+from fedguild.core.seeding import numpy_rng
 from fedguild.data.example import Example
 from fedguild.data.partition import SCHEMES, apportion, by_size, partition, partition_table
-from fedguild.errors import DataError
-from fedguild.seeding import numpy_rng
 
 
 def make(labels: str, documents: str = "") -> list[Example]:

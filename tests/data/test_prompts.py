@@ -1,7 +1,7 @@
 import pytest
 
+from fedguild.core.errors import DataError
 from fedguild.data.prompts import TEMPLATES, render
-from fedguild.errors import DataError
 
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"

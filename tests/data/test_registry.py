@@ -10,9 +10,9 @@ import datasets
 import pytest
 
 from fedguild.config import load_config
+from fedguild.core.errors import DataError
 from fedguild.data import CORPORA, TEMPLATES, load_corpus
-from fedguild.errors import DataError
-from fedguild.setup import prepare_data
+from fedguild.runs.setup import prepare_data
 
 ROW = {"instruction": "Name it.", "context": "", "response": "Cat", "category": "qa"}
 

@@ -3,9 +3,9 @@ from collections import Counter
 import pytest
 
 from fedguild.config.data import SplitSettings
+from fedguild.core.errors import DataError
 from fedguild.data.example import Corpus, Example
 from fedguild.data.split import ClientData, pooled_test, split_clients
-from fedguild.errors import DataError
 
 
 def examples(labels: str, prefix: str = "") -> tuple[Example, ...]:

@@ -6,11 +6,11 @@ import itertools
 
 import pytest
 
+from fedguild.core.errors import DataError
+from fedguild.core.seeding import numpy_rng
 from fedguild.data.corpora import tasks
 from fedguild.data.corpora.tasks.words import CATEGORIES, DICTIONARY, NEGATIVE, POSITIVE
 from fedguild.data.example import Example
-from fedguild.errors import DataError
-from fedguild.seeding import numpy_rng
 
 
 def drawn(name: str, count: int = 200) -> list[Example]:

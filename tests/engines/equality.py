@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from fedguild import experiment
 from fedguild.config import Config
-from fedguild.layout import MEMORY
+from fedguild.core.layout import MEMORY
+from fedguild.measuring.log.records import ClientRecord, RunLog
 from fedguild.methods import METHODS
-from fedguild.runs.log import ClientRecord, RunLog
+from fedguild.runs import experiment
+from fedguild.runs.setup import Experiment
+from fedguild.runs.setup.experiment import Scorer
 from fedguild.server.engine import Engine
-from fedguild.setup import Experiment
-from fedguild.setup.experiment import Scorer
-from tests.experiment.runs import Ended, assert_same, ended, save_model, small_config
 from tests.methods.test_matrix import CASES
+from tests.runs.runs import Ended, assert_same, ended, save_model, small_config
 
 SETTINGS = (
     "federation.rounds=2",
@@ -69,13 +69,13 @@ def assert_equal_to_local(
         label: Of `CASES`.
         models: What `save_models` returned.
         folder: An empty folder for the two runs.
-        make_engine: Stands in for `fedguild.setup.make_engine`.
+        make_engine: Stands in for `fedguild.runs.setup.make_engine`.
         overrides: Of both configs.
     """
     config = case_config(label, models, *overrides)
     experiment.run(config, folder / "local")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.experiment.make_engine", make_engine)
+        patch.setattr("fedguild.runs.experiment.make_engine", make_engine)
         experiment.run(config, folder / "other")
     assert traffic(folder / "other") == traffic(folder / "local")
     assert_same(ended(folder / "other"), ended(folder / "local"))

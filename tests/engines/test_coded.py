@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.core.codec import Codec, through
+from fedguild.core.payload import Payload
 from fedguild.engines.coded import CodedEngine
 from fedguild.methods import build_method
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import Payload
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
-from fedguild.wire.codec import Codec, through
 
 CLIENTS = 4
 

@@ -10,6 +10,10 @@ import torch
 
 from fedguild.client.cohort import LocalReport
 from fedguild.config.training import TrainingSettings
+from fedguild.core.codec import encode
+from fedguild.core.errors import ConfigError, FedGuildError
+from fedguild.core.packing import unpack
+from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded
 from fedguild.engines import local
 from fedguild.engines.client_report import ClientReport
@@ -22,18 +26,14 @@ from fedguild.engines.ray_actor import (
     pack_examples,
     unpack_rows,
 )
-from fedguild.errors import ConfigError, FedGuildError
 from fedguild.methods import build_method
-from fedguild.packing import unpack
-from fedguild.payload import Payload
-from fedguild.privacy.dp_sgd import DpSgd
-from fedguild.privacy.noise import Noise
+from fedguild.privacy.dp.dp_sgd import DpSgd
+from fedguild.privacy.dp.noise import Noise
+from fedguild.runs.setup import prepare
 from fedguild.server.engine import Wait
-from fedguild.setup import prepare
-from fedguild.wire.codec import encode
 from tests.engines.test_local import CLIENTS, deliver, engine_of, kept_rounds, tasks_of
-from tests.experiment.runs import save_model, small_config
 from tests.methods.federation import LARGE, SETTINGS, client
+from tests.runs.runs import save_model, small_config
 
 
 @pytest.fixture

@@ -15,11 +15,13 @@ import torch
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.memory import ClientMemory
-from fedguild.costs.memory import StepForm, memory
+from fedguild.core.accounting import count_traffic
+from fedguild.core.errors import FedGuildError
+from fedguild.core.payload import Payload, with_part
 from fedguild.engines import cohorts, local
 from fedguild.engines.cohorts import auto_cohort_size, free_bytes
 from fedguild.engines.local import LocalEngine
-from fedguild.errors import FedGuildError
+from fedguild.measuring.costs.memory import StepForm, memory
 from fedguild.methods import build_method
 from fedguild.model import kernels
 from fedguild.model.adapters.lora import Lora
@@ -27,10 +29,8 @@ from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload, with_part
 from fedguild.server.engine import Delivery, Task
 from fedguild.server.method import Method
-from fedguild.wire.accounting import count_traffic
 from tests.backbones import random_adapter, tiny_backbone
 from tests.client.clients import distance, flat
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client

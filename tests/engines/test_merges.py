@@ -9,10 +9,11 @@ import torch
 
 from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config.federation import FederationSettings
+from fedguild.core.codec import decode
+from fedguild.core.payload import Payload
 from fedguild.engines.local import LocalEngine
 from fedguild.methods.flora import Flora, FloraSettings
 from fedguild.model.backbone import Backbone
-from fedguild.payload import Payload
 from fedguild.server import merge_history
 from fedguild.server.engine import Task
 from fedguild.server.low_rank import Factors
@@ -21,7 +22,6 @@ from fedguild.server.merge_history import delivery as delivery_of
 from fedguild.server.method import Upload
 from fedguild.server.round import RoundSetup
 from fedguild.server.rounds import run_round
-from fedguild.wire.codec import decode
 from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client
 
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 4), client(2, LARGE, 4)]

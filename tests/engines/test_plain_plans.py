@@ -7,8 +7,8 @@ import json
 import pytest
 
 from fedguild.client.budget import Budget
+from fedguild.core.errors import FedGuildError
 from fedguild.engines.plain_plans import CLASS, plain_plan, plan_from_plain
-from fedguild.errors import FedGuildError
 from fedguild.methods import METHODS, build_method
 from fedguild.model.plan import AdapterPlan
 from tests.methods.test_matrix import CASES

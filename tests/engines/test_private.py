@@ -13,15 +13,15 @@ from fedguild.client.cohort import LocalReport
 from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.config.privacy import PrivacySettings
 from fedguild.config.training import TrainingSettings
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import Payload, Scalar
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.private import PrivateEngine
-from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import Payload, Scalar
-from fedguild.privacy.accounting import Release
-from fedguild.privacy.clipping import clipped
-from fedguild.privacy.noise import Noise
+from fedguild.privacy.dp.accounting import Release
+from fedguild.privacy.dp.clipping import clipped
+from fedguild.privacy.dp.noise import Noise
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
 
 CLIENT = ClientInfo(2, Budget("all", 0, 2), 10)

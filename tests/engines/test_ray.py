@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 import torch
 
-from fedguild import experiment
 from fedguild.config import load_config
 from fedguild.config.federation import FederationSettings
 from fedguild.config.privacy import PrivacySettings
-from fedguild.errors import ConfigError, FedGuildError
-from fedguild.payload import Payload
-from fedguild.seeding import torch_rng
+from fedguild.core.errors import ConfigError, FedGuildError
+from fedguild.core.payload import Payload
+from fedguild.core.seeding import torch_rng
+from fedguild.runs import experiment
+from fedguild.runs.setup import Experiment, make_engine, prepare
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Wait
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round
-from fedguild.setup import Experiment, make_engine, prepare
 from tests.engines.equality import METHODS_TO_COMPARE, assert_equal_to_local, case_config, save_models
-from tests.experiment.runs import assert_same, ended
+from tests.runs.runs import assert_same, ended
 
 ray = pytest.importorskip("ray", reason="needs the extra ray")
 
@@ -235,7 +235,9 @@ def test_cohorts_of_several_and_auto_give_every_actor_some(prepared, monkeypatch
 @pytest.mark.long
 def test_a_run_by_its_config_ends_as_on_the_local_engine(models, tmp_path, monkeypatch):
     experiment.run(case_config("flame", models), tmp_path / "local")
-    monkeypatch.setattr("fedguild.setup.preparation.load_model", lambda _: pytest.fail("the driver loaded the model"))
+    monkeypatch.setattr(
+        "fedguild.runs.setup.preparation.load_model", lambda _: pytest.fail("the driver loaded the model")
+    )
     experiment.run(case_config("flame", models, engine_setting(1)), tmp_path / "ray")
     assert_same(ended(tmp_path / "ray"), ended(tmp_path / "local"))
 

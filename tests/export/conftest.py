@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fedguild import experiment
 from fedguild.config import Config
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
+from fedguild.runs import experiment
 from fedguild.server.method import Deployment
 from tests.backbones import VOCABULARY, random_adapter, tiny_model
 from tools.tiny.tokenizer import train_tokenizer

@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
 from fedguild.export.adapter import obstacle, peft_config, write_adapter
 from fedguild.export.weights import stacked_factors
 from fedguild.model.adapters.full_experts import FullExperts

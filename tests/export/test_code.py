@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
 from fedguild.export.code import standalone_of, write_code
 from fedguild.export.live import attached
 from fedguild.methods.fedamole.mixture import MixtureOfLora

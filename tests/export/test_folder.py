@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.errors import FedGuildError
+from fedguild.core.errors import FedGuildError
 from fedguild.export.folder import new_folder
 
 

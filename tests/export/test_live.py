@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedguild.core.errors import ModelError
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import ModelError
 from fedguild.export.live import attached
 from fedguild.methods.fedamole.mixture import MixtureOfLora
 from fedguild.methods.pfl_moe.logit_mixture import LogitMixture

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
 from fedguild.export.adapter import obstacle
 from fedguild.export.merged import merged_weights, write_merged
 from fedguild.model.adapters.full_experts import FullExperts

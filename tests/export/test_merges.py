@@ -12,24 +12,24 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fedguild import experiment
 from fedguild.client.merge_ledger import by_version
 from fedguild.config import Config
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
+from fedguild.core.payload import with_part
 from fedguild.export.adapter import obstacle, write_adapter
 from fedguild.export.merged import merged_weights, write_merged
-from fedguild.export.run import Form, Subject, export
 from fedguild.export.weights import in_one_adapter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.folding import folded
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import with_part
+from fedguild.runs import experiment
+from fedguild.runs.exporting import Form, Subject, export
 from fedguild.server.method import Deployment
 from tests.backbones import random_adapter, tiny_model
-from tests.experiment.runs import save_model
 from tests.export.conftest import BUDGETS, assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
 from tests.oracles.merges import change_of
+from tests.runs.runs import save_model
 
 BaseFolder = Callable[..., Path]
 EVERYTHING = ("attention", "router", "experts")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
 from fedguild.export.adapter import peft_tensors
 from fedguild.export.per_expert import published_names, write_per_expert
 from fedguild.model.adapters.lora import Lora

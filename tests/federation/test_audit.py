@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.errors import CheckpointError
+from fedguild.core.errors import CheckpointError
 from fedguild.federation.audit import AuditLog
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from fedguild.config import load_config
-from fedguild.config.site import ServerSettings, load_server, load_site
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 from fedguild.federation import checks
 from fedguild.federation.project import write_project
-from tests.engines.flower.federation_processes import free_ports
-from tests.experiment.runs import says
+from fedguild.federation.site import ServerSettings, load_server, load_site
+from tests.federation.flower.federation_processes import free_ports
+from tests.runs.runs import says
 
 pytest.importorskip("cryptography")
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.config.site import load_server, load_site
 from fedguild.federation import commands, operations
 from fedguild.federation.checks import Fault
 from fedguild.federation.project import write_project
+from fedguild.federation.site import load_server, load_site
 
 pytest.importorskip("flwr")
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
@@ -54,7 +54,7 @@ def test_a_run_is_started_with_its_ticket(guild: Path) -> None:
     assert "--stream" not in command
     assert "--stream" in commands.start_run(guild / "server", "t1")
     assert commands.list_nodes()[-2:] == ["--format", "json"]
-    assert commands.enrolment()[1:3] == ["-m", "fedguild.engines.flower.enrolment"]
+    assert commands.enrolment()[1:3] == ["-m", "fedguild.federation.flower.enrolment"]
 
 
 class Child:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fedguild.engines.flower.message import Message
-from fedguild.engines.flower.transport import Node, NoReply
 from fedguild.federation.contacts import NotedTransport
+from fedguild.federation.flower.message import Message
+from fedguild.federation.flower.transport import Node, NoReply
 
 RUN = "0" * 32
 

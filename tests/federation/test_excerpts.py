@@ -7,17 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from fedguild import experiment
 from fedguild.config import Config
-from fedguild.engines.flower.engine import read_payload
-from fedguild.engines.flower.message import Message
-from fedguild.layout import CHECKPOINTS
+from fedguild.core.layout import CHECKPOINTS
+from fedguild.federation.flower.engine import read_payload
+from fedguild.federation.flower.message import Message
 from fedguild.methods.fedamole.pool import Pool, held_experts
+from fedguild.runs import experiment
 from fedguild.server import checkpoint
 from tests.engines.equality import case_config
-from tests.engines.flower.loopback import LoopbackGrid, LoopbackNode
-from tests.engines.flower.loopback_federation import Lines, serve_on, trainers_of
-from tests.experiment.runs import save_model
+from tests.federation.flower.loopback import LoopbackGrid, LoopbackNode
+from tests.federation.flower.loopback_federation import Lines, serve_on, trainers_of
+from tests.runs.runs import save_model
 
 pytestmark = pytest.mark.usefixtures("no_report")
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.engines.flower import bundle
-from fedguild.engines.flower.tasks import AGENT_APP, CLIENT_APP, SERVER_APP, Task
 from fedguild.federation import client_executor, commands, server_executor, templates
 from fedguild.federation.audit import AuditLog
+from fedguild.federation.flower import bundle
+from fedguild.federation.flower.tasks import AGENT_APP, CLIENT_APP, SERVER_APP, Task
 
 TRUSTED = hashlib.sha256(bundle.build(templates.APP)).hexdigest()
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import yaml
 
-from fedguild.engines.flower.gateway import FLEET
-from fedguild.errors import FedGuildError, StoppedError
+from fedguild.core.errors import FedGuildError, StoppedError
+from fedguild.core.locking import run_lock
 from fedguild.federation import SERVER_FOLDER, commands, operations, server_app
+from fedguild.federation.flower.gateway import FLEET
 from fedguild.federation.project import write_project
 from fedguild.federation.revocation import Revocations
 from fedguild.federation.stopping import stop_is_requested
-from fedguild.locking import run_lock
 
 NODES = [{"node-id": 1, "status": "online"}]
 LISTED = json.dumps({"success": True, "nodes": NODES})

@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from fedguild.config import Config
-from fedguild.engines.flower.engine import read_payload
-from fedguild.engines.flower.message import Message
-from fedguild.errors import DataError
+from fedguild.core.errors import DataError
+from fedguild.federation.flower.engine import read_payload
+from fedguild.federation.flower.message import Message
 from fedguild.federation.site_policy import SitePolicy
+from fedguild.federation.testing import drive
 from fedguild.federation.trainer_service import LEDGER_NAME, WITHHELD, TrainerService, run_metadata
-from fedguild.guarantee import rules_of
-from fedguild.privacy.accounting import Release, epsilon
-from fedguild.privacy.ledger import FILE, Ledger
-from fedguild.testing import drive
-from tests.engines.flower.loopback_federation import QUICK, small_config, trainers_of
-from tests.experiment.runs import load_models_once, save_model
+from fedguild.privacy.dp.accounting import Release, epsilon
+from fedguild.privacy.dp.ledger import FILE, Ledger
+from fedguild.runs.guarantee import rules_of
+from tests.federation.flower.loopback_federation import QUICK, small_config, trainers_of
 from tests.federation.test_trainer_service import RUN, train_request
+from tests.runs.runs import load_models_once, save_model
 
 METHOD = ("method.targets=[q_proj]", "method.rank_by_budget=false")
 LOCAL = ("privacy.unit=client", "privacy.noise_multiplier=6", "privacy.clip=0.1")
@@ -31,7 +31,7 @@ EXAMPLE = ("privacy.unit=example", "privacy.noise_multiplier=3", "privacy.sample
 
 @pytest.fixture(autouse=True)
 def _models(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_models_once(monkeypatch, "setup.preparation")
+    load_models_once(monkeypatch, "runs.setup.preparation")
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedguild.errors import FedGuildError
+from fedguild.core.errors import FedGuildError
 from fedguild.federation import processes
 from fedguild.federation.processes import Child, watch
 

@@ -11,22 +11,22 @@ import torch
 
 from fedguild.client.budget import ClientInfo
 from fedguild.config import Config
-from fedguild.engines.flower.engine import read_payload
-from fedguild.engines.flower.message import Message
-from fedguild.errors import FedGuildError
+from fedguild.core.codec import encode
+from fedguild.core.errors import FedGuildError
+from fedguild.core.payload import Payload
+from fedguild.core.seeding import numpy_rng, torch_rng
+from fedguild.federation.flower.engine import read_payload
+from fedguild.federation.flower.message import Message
 from fedguild.federation.secret import private_seed
 from fedguild.federation.trainer_service import TrainerService, run_metadata
 from fedguild.methods import build_method
 from fedguild.methods.fedamole.embedding_privacy import privatised
 from fedguild.methods.fedamole.pool import EXPERT, TOKEN
-from fedguild.payload import Payload
-from fedguild.privacy.secret import SECRET_BYTES, run_secret
-from fedguild.seeding import numpy_rng, torch_rng
-from fedguild.setup import budgets_of, fitted, load_model
-from fedguild.wire.codec import encode
+from fedguild.privacy.dp.secret import SECRET_BYTES, run_secret
+from fedguild.runs.setup import budgets_of, fitted, load_model
 from tests.engines.equality import case_config
-from tests.engines.flower.loopback_federation import trainers_of
-from tests.experiment.runs import save_model
+from tests.federation.flower.loopback_federation import trainers_of
+from tests.runs.runs import save_model
 
 RUN = "ab" * 16
 ETA = 1e-3

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from fedguild.errors import FedGuildError, StoppedError
+from fedguild.core.errors import FedGuildError, StoppedError
 from fedguild.federation import SERVER_FOLDER, server_app
 
 PROGRAM = """

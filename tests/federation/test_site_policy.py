@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.config.site import AcceptSettings
-from fedguild.engines.flower.message import Message
-from fedguild.errors import FedGuildError
+from fedguild.core.errors import FedGuildError
+from fedguild.federation.flower.message import Message
+from fedguild.federation.site import AcceptSettings
 from fedguild.federation.site_policy import RequestLog, SitePolicy, Terms
 
 RUN = "ab" * 16

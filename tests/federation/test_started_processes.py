@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedguild.errors import FedGuildError
+from fedguild.core.errors import FedGuildError
 from fedguild.federation import operations
 from fedguild.federation.processes import Child
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.config.site import SiteSettings
 from fedguild.federation import trainer
+from fedguild.federation.site import SiteSettings
 
 
 def test_it_loads_then_answers_until_its_parent_has_ended(

@@ -10,17 +10,17 @@ import pytest
 from fedguild.client.budget import ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
+from fedguild.core.codec import encode
+from fedguild.core.payload import Payload
+from fedguild.core.seeding import torch_rng
 from fedguild.engines.client_report import ClientReport
-from fedguild.engines.flower.engine import read_payload
-from fedguild.engines.flower.message import Message
+from fedguild.federation.flower.engine import read_payload
+from fedguild.federation.flower.message import Message
 from fedguild.federation.trainer_service import TrainerService, model_digest, run_metadata
 from fedguild.methods import build_method
-from fedguild.payload import Payload
-from fedguild.seeding import torch_rng
-from fedguild.setup import budgets_of, fitted, load_model
-from fedguild.wire.codec import encode
-from tests.engines.flower.loopback_federation import QUICK, small_config, trainers_of
-from tests.experiment.runs import save_model
+from fedguild.runs.setup import budgets_of, fitted, load_model
+from tests.federation.flower.loopback_federation import QUICK, small_config, trainers_of
+from tests.runs.runs import save_model
 
 RUN = "ab" * 16
 

@@ -10,13 +10,13 @@ import torch
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config.training import TrainingSettings
+from fedguild.core.payload import Payload, with_part
+from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded
 from fedguild.engines.local import LocalEngine
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.payload import Payload, with_part
-from fedguild.seeding import torch_rng
 from fedguild.server.engine import Task
 from fedguild.server.method import Method, Upload
 from tests.backbones import random_rows

@@ -9,17 +9,17 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget
-from fedguild.errors import ConfigError, ModelError
+from fedguild.core.accounting import bytes_by_part
+from fedguild.core.errors import ConfigError, ModelError
+from fedguild.core.payload import ROUTING, Payload
 from fedguild.methods import build_method
 from fedguild.methods.a3smoe import A3Smoe, A3SmoeSettings
 from fedguild.methods.flame import Flame, FlameSettings
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import LinearInfo, ModelInfo, MoeInfo
-from fedguild.payload import ROUTING, Payload
 from fedguild.server.aggregation import activation_weights, weights_by_name
 from fedguild.server.method import Upload
-from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles import flame as oracle
 from tests.oracles.aggregation import weighted_mean

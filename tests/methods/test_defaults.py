@@ -8,15 +8,15 @@ import pytest
 
 from fedguild.client.budget import Budget
 from fedguild.config import load_config, presets
-from fedguild.errors import ConfigError, ModelError
+from fedguild.core.errors import ConfigError, ModelError
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import adapter_shapes
 from fedguild.model.targets import fitting_targets
+from fedguild.runs.setup import fitted, method_of, method_record
 from fedguild.server.method import Method
 from fedguild.server.settings import AveragingSettings
-from fedguild.setup import fitted, method_of, method_record
 from tests.backbones import tiny_backbone
 from tests.methods.test_matrix import CASES
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedguild.core.errors import ConfigError, UploadError
+from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded
-from fedguild.errors import ConfigError, UploadError
 from fedguild.methods import build_method
 from fedguild.methods.fdlora import WEIGHTS, FDLoRA, FDLoRASettings
 from fedguild.model.backbone import Backbone
-from fedguild.payload import Payload
 from fedguild.server.validation import check_upload
 from tests.backbones import tiny_model
 from tests.methods.federation import LARGE, SMALL, Federation, client, random_tensors, upload

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import Payload
 from fedguild.methods import build_method
 from fedguild.methods.fedavg import FedAvg, FedAvgSettings
 from fedguild.methods.fedit import FedIT
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import trainable_shapes
-from fedguild.payload import Payload
 from fedguild.server.validation import check_upload
 from tests.backbones import tiny_backbone
 from tests.methods.fedalign_moe.federation import fedalign

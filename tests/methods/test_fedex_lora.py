@@ -11,16 +11,16 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merge_ledger import VERSION
+from fedguild.core.accounting import bytes_by_part
+from fedguild.core.payload import ADAPTER, Payload, with_part
+from fedguild.core.seeding import torch_rng
 from fedguild.methods.fedex_lora import FedExLoRA, FedExLoRASettings, residual
 from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
-from fedguild.payload import ADAPTER, Payload, with_part
-from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import by_module
 from fedguild.server.merge_history import echo, merges
 from fedguild.server.method import Upload
-from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, SMALL, Federation, client, random_tensors
 from tests.oracles.fedex_lora import average_of_products, averages, product_of_averages
 from tests.oracles.fedex_lora import residual as dense_residual

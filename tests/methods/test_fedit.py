@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from fedguild.client.budget import Budget
-from fedguild.errors import ConfigError
+from fedguild.core.accounting import bytes_by_part
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import Payload
 from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.model.backbone import Backbone
-from fedguild.payload import Payload
 from fedguild.server.aggregation import rank_axis
 from fedguild.server.validation import check_upload
-from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.methods.llama import llama_1b
 from tests.oracles.aggregation import mean_over_holders, weighted_mean

@@ -11,16 +11,16 @@ import torch
 from transformers import AutoTokenizer
 
 from fedguild.config import load_config, presets
+from fedguild.core.accounting import bytes_by_part
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import Payload
 from fedguild.data.batches import encode_prompt
-from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.methods.fedprompt import FedPrompt, FedPromptSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.packaged import PACKAGED
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
 from fedguild.server.validation import check_upload
-from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import END, PAD
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, upload
 from tests.methods.llama import llama_1b

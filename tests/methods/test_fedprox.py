@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from fedguild.config.training import TrainingSettings
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import Payload
 from fedguild.engines.local import LocalEngine
-from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.methods.fedavg import FedAvg, FedAvgSettings
 from fedguild.methods.fedprox import FedProx, FedProxSettings, squared_distance
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
 from fedguild.server.engine import Task
 from fedguild.server.method import Method
 from tests.backbones import random_adapter, tiny_backbone

@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedguild.core.accounting import bytes_by_part
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import Payload
 from fedguild.data.batches import collate
-from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.methods.fedptuning import FedPTuning, FedPTuningSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
 from fedguild.server.validation import check_upload
-from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import PAD
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.methods.llama import llama_1b

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from fedguild.config.training import TrainingSettings
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import ADAPTER, Payload
+from fedguild.core.seeding import torch_rng
 from fedguild.methods import build_method
 from fedguild.methods.fedsa_lora import FedSALoRA, factors
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import initial_adapter
-from fedguild.payload import ADAPTER, Payload
-from fedguild.seeding import torch_rng
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
 from tests.backbones import tiny_backbone, tiny_model

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedguild.core.errors import ConfigError
+from fedguild.core.packing import pack, unpack
+from fedguild.core.payload import Payload
+from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.methods.ffa_lora import FFALoRA, shared_factors
 from fedguild.model.adapters.lora import kaiming_uniform
 from fedguild.model.slots import SlotModel
-from fedguild.packing import pack, unpack
-from fedguild.payload import Payload
-from fedguild.seeding import torch_rng
 from fedguild.server.method import Upload
 from tests.backbones import PAD, random_rows, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, upload

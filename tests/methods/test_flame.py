@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.errors import ConfigError, ModelError
+from fedguild.core.codec import decode, encode
+from fedguild.core.errors import ConfigError, ModelError
+from fedguild.core.payload import ROUTING, Payload
 from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT
 from fedguild.methods.flame import Flame, FlameSettings
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
-from fedguild.payload import ROUTING, Payload
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
-from fedguild.wire.codec import decode, encode
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles import flame as oracle

@@ -12,16 +12,16 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from fedguild.costs.flops import cost
+from fedguild.core.payload import ADAPTER
+from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded, collate
+from fedguild.measuring.costs.flops import cost
 from fedguild.methods.flex import GRAFT, Flex, FlexSettings, grafted_expert
 from fedguild.methods.flex.grafted_expert import GraftedExpert, source_name
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import MoeLayer
 from fedguild.model.plan import AdapterPlan, adapter_shapes, initial_adapter
 from fedguild.model.slots import SlotModel
-from fedguild.payload import ADAPTER
-from fedguild.seeding import torch_rng
 from tests.backbones import random_rows, tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors
 from tests.oracles import flex as oracle

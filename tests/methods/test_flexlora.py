@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.errors import ConfigError
+from fedguild.core.accounting import bytes_by_part
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import Payload
 from fedguild.methods import build_method
 from fedguild.methods.flexlora import FlexLoRA, FlexLoRASettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
-from fedguild.payload import Payload
 from fedguild.server.aggregation import rank_axis
 from fedguild.server.low_rank import by_module, weighted_product
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
-from fedguild.wire.accounting import bytes_by_part
-from tests.costs.test_flops import OLMOE
+from tests.measuring.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.flexlora import aggregate, orthonormal_rows, redistribute
 from tests.oracles.low_rank import dense_product

@@ -12,6 +12,9 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.fresh_adapter import ADAPTER_SEED
 from fedguild.client.merge_ledger import VERSION
+from fedguild.core.accounting import bytes_by_part
+from fedguild.core.payload import ADAPTER, Payload, with_part
+from fedguild.core.seeding import torch_rng
 from fedguild.engines.local import LocalEngine
 from fedguild.methods.flexlora import FlexLoRA, FlexLoRASettings
 from fedguild.methods.flora import Flora, FloraSettings
@@ -20,15 +23,12 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import ADAPTER, Payload, with_part
-from fedguild.seeding import torch_rng
 from fedguild.server.engine import Task
 from fedguild.server.low_rank import by_module
 from fedguild.server.merge_history import echo, merges
 from fedguild.server.method import Upload
-from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import tiny_backbone
-from tests.costs.test_flops import OLMOE
+from tests.measuring.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors
 from tests.oracles.flora import exact_change
 from tests.oracles.low_rank import dense_product

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget
 from fedguild.client.merge_ledger import VERSION
+from fedguild.core.accounting import bytes_by_part
+from fedguild.core.payload import ADAPTER, Payload
+from fedguild.core.seeding import torch_rng
 from fedguild.methods.florist import PAIR, Florist, FloristSettings, at_rank, thresholded
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
-from fedguild.payload import ADAPTER, Payload
-from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, weighted_product
 from fedguild.server.merge_history import merges
-from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 from tests.oracles.florist import by_the_papers_route, cut, kept_ranks
 from tests.oracles.low_rank import dense_product

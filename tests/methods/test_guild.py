@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.methods import build_method
 from fedguild.methods.guild import Guild
 from fedguild.model.backbone import Backbone
-from fedguild.payload import ADAPTER, Payload
 from fedguild.server.method import Method
 from fedguild.server.optimizer import server_step, takes_steps
 from tests.backbones import tiny_backbone

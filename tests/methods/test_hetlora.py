@@ -12,8 +12,10 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
+from fedguild.core.accounting import bytes_by_part
+from fedguild.core.errors import ConfigError, UploadError
+from fedguild.core.payload import Payload, with_part
 from fedguild.engines.local import LocalEngine
-from fedguild.errors import ConfigError, UploadError
 from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.methods.hetlora import RANKS, HetLoRA, HetLoRASettings, rank_of, tail_products, tail_start, whole_adapter
@@ -22,13 +24,11 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import trainable_shapes
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload, with_part
 from fedguild.server.aggregation import rank_axis
 from fedguild.server.engine import Task
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
-from fedguild.wire.accounting import bytes_by_part
-from tests.costs.test_flops import OLMOE
+from tests.measuring.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.hetlora import norm_of_products, padded_average, tail_penalty
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget
 from fedguild.config.training import TrainingSettings
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.engines.local import LocalEngine
-from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.methods.hfedmoe import PREFERENCE, USAGE, HFedMoe, HFedMoeSettings
 from fedguild.methods.hfedmoe.importance import Importance, within_budget
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
-from fedguild.payload import ADAPTER, Payload
 from fedguild.server.engine import Task
 from tests.methods.federation import LARGE, SMALL, Federation, client, upload
 from tests.oracles import hfedmoe as oracle

@@ -17,24 +17,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild import experiment, layout
 from fedguild.config.training import TrainingSettings
+from fedguild.core import layout
+from fedguild.core.codec import decode, encode
+from fedguild.core.errors import UploadError
+from fedguild.core.packing import pack, unpack
+from fedguild.core.payload import Payload
 from fedguild.engines.local import LocalEngine
-from fedguild.errors import UploadError
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import adapter_shapes
 from fedguild.model.slots import SlotModel
-from fedguild.packing import pack, unpack
-from fedguild.payload import Payload
+from fedguild.runs import experiment
 from fedguild.server import checkpoint
 from fedguild.server.engine import Task
 from fedguild.server.method import Method, Upload
 from fedguild.server.validation import Omissible, check_upload
-from fedguild.wire.codec import decode, encode
 from tests.backbones import tiny_backbone
-from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, small_config
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
+from tests.runs.runs import Killed, assert_same, ended, kill_at, save_model, small_config
 
 SGD_STEP = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=3, steps=1, max_grad_norm=None)
 TEN_STEPS = TrainingSettings(optimizer="adam", learning_rate=0.01, batch_size=2, steps=10, max_grad_norm=None)
@@ -508,7 +509,7 @@ def test_a_run_stopped_after_a_round_ends_like_one_that_was_not(
     label: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its records, its final state and what its clients keep; killed before the checkpoint of round 2."""
-    monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
     case = CASES[label]
     settings = [
         "evaluation.every=2",

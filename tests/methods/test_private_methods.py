@@ -12,11 +12,11 @@ import torch
 from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.config.privacy import PrivacySettings, Unit
 from fedguild.config.training import TrainingSettings
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.engines.local import LocalEngine
 from fedguild.engines.private import PrivateEngine
 from fedguild.model.plan import adapter_shapes
-from fedguild.payload import ADAPTER, Payload
-from fedguild.privacy.noise import Noise
+from fedguild.privacy.dp.noise import Noise
 from fedguild.server.engine import Task
 from fedguild.server.guard import Guard, not_finite
 from fedguild.server.method import Method, Upload

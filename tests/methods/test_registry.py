@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 from fedguild.methods import METHODS, build_method
 from tests.methods.test_matrix import CASES
 

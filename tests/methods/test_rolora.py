@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from fedguild.config.training import TrainingSettings
+from fedguild.core.accounting import bytes_by_part
+from fedguild.core.payload import ADAPTER, Payload
+from fedguild.core.seeding import torch_rng
 from fedguild.engines.local import LocalEngine
 from fedguild.methods import build_method
 from fedguild.methods.ffa_lora import shared_factors
 from fedguild.methods.rolora import RoLoRA
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
-from fedguild.payload import ADAPTER, Payload
-from fedguild.seeding import torch_rng
 from fedguild.server.engine import Task
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
-from fedguild.wire.accounting import bytes_by_part
 from tests.backbones import tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.methods.test_matrix import train

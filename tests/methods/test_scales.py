@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from fedguild.client.budget import Budget
 from fedguild.config import load_config
 from fedguild.config.table import table_cells, tables
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.model.slots import SlotModel
 from tests.backbones import random_adapter, tiny_backbone

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fedguild.client.cohort import Cohort, Step
 from fedguild.client.memory import ClientMemory
+from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded, collate
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
 from fedguild.server.method import Deployment
 from tests.methods.federation import Federation
 from tests.methods.test_matrix import CASES, cases_alike_long, fresh, train

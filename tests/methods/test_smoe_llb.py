@@ -12,16 +12,16 @@ from torch import Tensor
 from fedguild.client.budget import Budget
 from fedguild.client.observing import observing
 from fedguild.config.training import TrainingSettings
+from fedguild.core.errors import ConfigError, ModelError
+from fedguild.core.payload import Payload
 from fedguild.data.batches import collate
 from fedguild.engines.local import LocalEngine
-from fedguild.errors import ConfigError, ModelError
 from fedguild.methods import build_method
 from fedguild.methods.fedavg import FedAvg, FedAvgSettings
 from fedguild.methods.smoe_llb import SmoeLlb, SmoeLlbSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
 from fedguild.server.engine import Task
 from fedguild.server.method import Method
 from tests.backbones import PAD, tiny_backbone

@@ -13,15 +13,15 @@ import torch
 from fedguild.client.cohort import Cohort, LocalWork, Step
 from fedguild.client.private_training import _Client
 from fedguild.config.training import TrainingSettings
+from fedguild.core.payload import Payload
+from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded
 from fedguild.model import slot_products
 from fedguild.model.backbone import make_backbone
 from fedguild.model.on_device import kept_on_device
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
-from fedguild.privacy.dp_sgd import DpSgd
-from fedguild.privacy.noise import Noise
-from fedguild.seeding import torch_rng
+from fedguild.privacy.dp.dp_sgd import DpSgd
+from fedguild.privacy.dp.noise import Noise
 from tests.backbones import END, PAD, random_rows, tiny_model
 from tests.client.device import Device, Found
 from tests.methods.test_matrix import ALIKE, CASES, CLIENTS, cases, method_of

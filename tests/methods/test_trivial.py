@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from fedguild.client.budget import Budget
+from fedguild.core.accounting import bytes_by_part
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import Payload
 from fedguild.engines.local import LocalEngine
-from fedguild.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT
 from fedguild.methods.trivial import Trivial, TrivialSettings, ranks
 from fedguild.model.backbone import Backbone
-from fedguild.payload import Payload
 from fedguild.server.engine import Task
 from fedguild.server.method import Method
-from fedguild.wire.accounting import bytes_by_part
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.aggregation import weighted_mean
 

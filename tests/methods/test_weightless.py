@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from fedguild.core.payload import Payload
 from fedguild.methods import build_method
-from fedguild.payload import Payload
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 from tests.methods.test_matrix import CASES, assert_same_tensors, backbone_of, train
 

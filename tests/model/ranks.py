@@ -16,24 +16,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild import experiment
 from fedguild.cli.following import follows_torchrun
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.training import train
 from fedguild.config import Config
 from fedguild.config.training import TrainingSettings
+from fedguild.core.errors import FedGuildError
+from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import FedGuildError
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.kernels import fused
 from fedguild.model.ranks import Ranks
 from fedguild.model.sharding import own_part
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
+from fedguild.runs import experiment
 from tests.backbones import PAD, lora_plan, random_adapter, random_rows, tiny_model
-from tests.experiment.runs import small_config
 from tests.model.test_fused import Calls
+from tests.runs.runs import small_config
 
 TARGETS = ("attention", "router", "experts")
 STEPS = {"train": (3, 1), "shorter": (1, 2)}
@@ -177,8 +177,10 @@ def run(rank: int, size: int, port: int, folder: Path) -> None:
     if follows_torchrun("cpu"):
         return
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
-        patch.setattr("fedguild.setup.preparation.load_model", lambda _: pytest.fail("rank 0 loaded a whole backbone"))
+        patch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
+        patch.setattr(
+            "fedguild.runs.setup.preparation.load_model", lambda _: pytest.fail("rank 0 loaded a whole backbone")
+        )
         experiment.run(federation(folder), folder / "together")
 
 

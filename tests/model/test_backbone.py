@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedTokenizerFast
 
-from fedguild.errors import ConfigError, ModelError
+from fedguild.core.errors import ConfigError, ModelError
 from fedguild.model.backbone import describe_config, load_backbone, make_backbone, pick_device, pick_dtype
 from tests.backbones import FAMILIES, VOCABULARY, random_rows, tiny_backbone, tiny_model
 

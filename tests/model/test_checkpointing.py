@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from fedguild.core.errors import ModelError
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import ModelError
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import make_backbone

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, FlexOlmoConfig, GraniteMoeConfig
 
+from fedguild.core.errors import ConfigError, ModelError
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import ConfigError, ModelError
 from fedguild.model.backbone import Backbone, describe_architecture, make_backbone
 from fedguild.model.families import FAMILIES
 from fedguild.model.slots import SlotModel

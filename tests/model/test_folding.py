@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
 from fedguild.model import folding
 from fedguild.model.folding import dense_sizes, folded
 from fedguild.model.weight_changes import changes, with_changes

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from fedguild.core.errors import ConfigError
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import ConfigError
 from fedguild.model import four_bit
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone, make_backbone

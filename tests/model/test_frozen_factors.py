@@ -7,8 +7,8 @@ import torch
 
 from fedguild.client.optimizer import SlotOptimizer
 from fedguild.config.training import TrainingSettings
+from fedguild.core.errors import ConfigError
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import ConfigError
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.moe import dispatch as dispatch_module

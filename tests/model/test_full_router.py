@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded, collate
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slot_products import slot_rows
 from fedguild.model.slots import SlotModel
-from fedguild.seeding import torch_rng
 from tests.backbones import END, PAD, random_rows, tiny_backbone, tiny_model
 
 PLAN = AdapterPlan((FullRouter(),))

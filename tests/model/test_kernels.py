@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from fedguild.core.errors import ConfigError
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import ConfigError
 from fedguild.methods.flex import grafted_expert
 from fedguild.methods.flex.grafted_expert import GraftedExpert
 from fedguild.model import chunked_loss, kernels

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoConfig
 
 from fedguild.config import axes
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
 from fedguild.model.backbone import describe_architecture, describe_config
 from fedguild.model.known import find_known, known_models
 from fedguild.model.packaged import PACKAGED

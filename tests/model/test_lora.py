@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from fedguild.core.seeding import torch_rng
 from fedguild.model.adapters.lora import Lora, slot_product
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.adapters.storage import padded_rank
-from fedguild.seeding import torch_rng
 
 IN, OUT, RANK = 6, 5, 3
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedguild.errors import ConfigError, ModelError
+from fedguild.core.errors import ConfigError, ModelError
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.plan import AdapterPlan, trainable_shapes

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from fedguild import experiment
-from fedguild.errors import ConfigError, FedGuildError
+from fedguild.core.errors import ConfigError, FedGuildError
 from fedguild.model.backbone import load_backbone, make_backbone
 from fedguild.model.ranks import Direction, Event, Ranks
+from fedguild.runs import experiment
 from tests.backbones import tiny_model
-from tests.experiment.runs import assert_same, ended, save_model
 from tests.model.ranks import FAMILIES, SHORT_SECONDS, federation, scenarios
+from tests.runs.runs import assert_same, ended, save_model
 
 SIZE = 2
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedguild.core.errors import ConfigError, ModelError
 from fedguild.data.batches import Encoded, SlotBatch, collate
-from fedguild.errors import ConfigError, ModelError
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.moe import token_side, view

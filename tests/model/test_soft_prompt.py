@@ -8,16 +8,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedguild.core.errors import ConfigError, ModelError
+from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import ConfigError, ModelError
-from fedguild.evaluation.likelihood import Candidates, candidate_losses
+from fedguild.measuring.scores.likelihood import Candidates, candidate_losses
 from fedguild.methods.fedptuning.encoded_prompt import EncodedPrompt, encoded_prompt
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.soft_prompt import SoftPrompt, widened
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
-from fedguild.seeding import torch_rng
 from tests.backbones import END, PAD, random_rows, tiny_backbone, tiny_model
 from tests.oracles import soft_prompt as oracle
 from tests.oracles.soft_prompt import PromptedModel

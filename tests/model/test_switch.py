@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import BartConfig, BartForConditionalGeneration
 
+from fedguild.core.errors import ModelError
 from fedguild.data.batches import Encoded, Seq2Seq, collate
-from fedguild.errors import ModelError
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import describe_config, load_backbone, make_backbone

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan

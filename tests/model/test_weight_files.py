@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
 from fedguild.model import pretrained, weight_files
 from fedguild.model.backbone import inspect_model
 from fedguild.model.weight_files import INDEX, WEIGHTS, read_shapes
 from tests.backbones import FAMILIES
-from tests.experiment.runs import save_model
+from tests.runs.runs import save_model
 
 Spoil = Callable[[Path], object]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedguild.seeding import derive
+from fedguild.core.seeding import derive
 
 WORD = 2**64
 GAMMA = 0x9E3779B97F4A7C15

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from fedguild.secure import fixed_point
-from fedguild.secure.form import Contribution, Form
+from fedguild.privacy.secure_sum import fixed_point
+from fedguild.privacy.secure_sum.form import Contribution, Form
 
 
 def fixed_point_sums(form: Form, numbers: dict[int, Contribution], left: list[int], fewest: int):

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from fedguild.measuring.log.folder import Run, load_run
 from fedguild.report.html import write_comparison, write_report
-from fedguild.runs.folder import Run, load_run
 from tests.report.runs import RANKS_FINAL, write_run
 
 REFUSED = (2, 3, "adapter/x.lora_A holds 4 values that are <NaN>")

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import yaml
 
-from fedguild.runs.log import (
+from fedguild.measuring.log.records import (
     ClientRecord,
     EvaluationRecord,
     ObservationRecord,

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from fedguild.measuring.log.folder import load_run
 from fedguild.report.html import write_index, write_sweep
 from fedguild.report.sweep import tabulate
-from fedguild.runs.folder import load_run
-from tests.watch.browser import CUT, Browser
+from tests.report.watch.browser import CUT, Browser
 
 SHOWN = "[...document.querySelectorAll('svg.figure')].filter((one) => one.getBoundingClientRect().width)"
 SMALL = f"{SHOWN}.filter((one) => one.getBoundingClientRect().width < one.viewBox.baseVal.width * 96 / 72 - 1).length"

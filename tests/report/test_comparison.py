@@ -6,11 +6,11 @@ from statistics import fmean, stdev
 
 import pytest
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
+from fedguild.measuring.log.folder import Run, load_run
 from fedguild.report.comparison import compare
 from fedguild.report.summary import comparison_summary, run_summary
 from fedguild.report.tables import run_table
-from fedguild.runs.folder import Run, load_run
 from tests.report.runs import write_run
 
 Runs = dict[str, list[Run]]

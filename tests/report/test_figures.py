@@ -9,11 +9,11 @@ import matplotlib
 import numpy as np
 import pytest
 
+from fedguild.measuring.log.folder import Run
 from fedguild.report import comparison_figures, figures
 from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.costs import Cost
 from fedguild.report.style import FULL_WIDTH, NARROW_WIDTH, ordered_colours, spread_apart, trend_limits
-from fedguild.runs.folder import Run
 
 SVG = "{http://www.w3.org/2000/svg}"
 

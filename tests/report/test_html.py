@@ -10,17 +10,17 @@ import yaml
 from markupsafe import Markup
 
 import fedguild
-from fedguild.api.launch import Launch
-from fedguild.api.run_grid import RunGrid
 from fedguild.config import ShippedTable
-from fedguild.errors import CheckpointError
-from fedguild.evaluation.statistics import half_width, spread
+from fedguild.core.errors import CheckpointError
+from fedguild.measuring.log.folder import load_run
+from fedguild.measuring.log.records import EvaluationRecord, ObservationRecord, RunLog
+from fedguild.measuring.scores.statistics import half_width, spread
 from fedguild.report import html
 from fedguild.report.html import run_figures, write_comparison, write_report
 from fedguild.report.style import key_at
 from fedguild.report.tables import run_table
-from fedguild.runs.folder import load_run
-from fedguild.runs.log import EvaluationRecord, ObservationRecord, RunLog
+from fedguild.runs.api.launch import Launch
+from fedguild.runs.api.run_grid import RunGrid
 from tests.report.runs import write_run
 
 VOID = {"meta", "br", "img", "link", "hr"}
@@ -173,7 +173,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., f
     def compare(drawn: dict[str, object], rows: Sequence[str] = ()) -> fedguild.Comparison:
         path = tmp_path / "table.yaml"
         path.write_text(yaml.safe_dump(TABLE | drawn, sort_keys=False))
-        monkeypatch.setattr("fedguild.api.comparing.tables", lambda: (ShippedTable("small/one", "Small.", path),))
+        monkeypatch.setattr("fedguild.runs.api.comparing.tables", lambda: (ShippedTable("small/one", "Small.", path),))
         monkeypatch.setattr(Launch, "complete", complete)
         return fedguild.compare("small/one", seeds=[0, 1], rows=rows, output=tmp_path / "runs")
 

@@ -8,12 +8,12 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
+from fedguild.measuring.log.folder import Run
+from fedguild.measuring.log.records import ObservationRecord
 from fedguild.report.observation_figures import observation_figure, split_labels
 from fedguild.report.observations import Series, entry_over_seeds, observation_grid, observed, stability_grids
 from fedguild.report.style import FULL_WIDTH, NARROW_WIDTH, ON_DARK, ON_LIGHT
-from fedguild.runs.folder import Run
-from fedguild.runs.log import ObservationRecord
 from tests.report.test_figures import SVG, texts
 
 

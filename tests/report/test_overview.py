@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from fedguild.measuring.log.folder import Run
+from fedguild.measuring.log.records import EvaluationRecord
 from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.overview import adds_to, overview, write_overview
-from fedguild.runs.folder import Run
-from fedguild.runs.log import EvaluationRecord
 
 SCORES = {"flame": "pooled", "fedit-ranks": "mean"}
 POOLED = (0.2, 0.4, 0.9)

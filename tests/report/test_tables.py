@@ -8,10 +8,10 @@ from statistics import fmean
 import pytest
 from rich.console import Console
 
+from fedguild.measuring.log.folder import Run
 from fedguild.report.costs import client_totals
 from fedguild.report.grid import Cell, Grid
 from fedguild.report.tables import routing_grid, run_table, task_grid, training_grid
-from fedguild.runs.folder import Run
 from tests.report.runs import START
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedguild.evaluation.statistics import spread
+from fedguild.measuring.scores.statistics import spread
 from fedguild.report import units
 
 

@@ -1,3 +1,69 @@
-from tests.report.conftest import run, run_folder
+"""A random model on disk, the command, and runs that end without drawing their report."""
 
-__all__ = ["run", "run_folder"]
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from fedguild.cli import app
+from fedguild.runs import experiment
+from tests.runs.runs import save_model, small_config
+
+Command = Callable[..., Result]
+
+
+@pytest.fixture(scope="session")
+def olmoe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random OLMoE of two layers with 8 experts, of which 4 are active."""
+    return save_model(tmp_path_factory.mktemp("models") / "olmoe")
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random dense Llama of two layers."""
+    return save_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+@pytest.fixture(scope="session")
+def recorded(olmoe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of `small_config`, to compare others with and to damage copies of."""
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
+        experiment.run(small_config(olmoe_folder), folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _plain_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writes an empty page instead of the figures, which tests/report and tests/cli look at."""
+
+    def write(folder: Path) -> Path:
+        (folder / "report.html").touch()
+        return folder / "report.html"
+
+    monkeypatch.setattr("fedguild.runs.experiment.write_report", write)
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
+    """Calls `fedguild ARGUMENTS...` in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def complaint(command: Command) -> Callable[..., str]:
+    """Calls a command that must fail as a mendable error does; returns what it says."""
+
+    def call(*arguments: object) -> str:
+        result = command(*arguments)
+        assert result.exit_code == 2, result.output
+        assert result.stdout == ""
+        assert "Traceback" not in result.stderr
+        return result.stderr
+
+    return call

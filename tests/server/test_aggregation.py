@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from fedguild.errors import UploadError
+from fedguild.core.errors import UploadError
 from fedguild.server.aggregation import WeightedMean, pad_rank, rank_axis, truncate_rank
 from tests.oracles.aggregation import mean_over_holders, seeded, weighted_mean
 

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedguild.errors import CheckpointError, FedGuildError
-from fedguild.packing import pack
-from fedguild.payload import Payload
-from fedguild.sealed import write_sealed
+from fedguild.core.errors import CheckpointError, FedGuildError
+from fedguild.core.packing import pack
+from fedguild.core.payload import Payload
+from fedguild.core.sealed import write_sealed
 from fedguild.server import checkpoint
 
 
@@ -121,8 +121,8 @@ def test_where_all_are_damaged_there_is_no_way_back(tmp_path):
 
 
 def test_a_sealed_file_of_something_else_is_no_checkpoint(tmp_path):
-    from fedguild.packing import pack
-    from fedguild.sealed import write_sealed
+    from fedguild.core.packing import pack
+    from fedguild.core.sealed import write_sealed
 
     for content in (
         b"hello",

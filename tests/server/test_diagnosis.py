@@ -8,18 +8,18 @@ import numpy as np
 import pytest
 import torch
 
-from fedguild import experiment
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.errors import ConfigError
-from fedguild.evaluation.mismatch import ROUTER, SCALE
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import ADAPTER, Payload
+from fedguild.measuring.log.records import ObservationRecord, RunLog
+from fedguild.measuring.scores.mismatch import ROUTER, SCALE
 from fedguild.model.info import LinearInfo, ModelInfo, MoeInfo
-from fedguild.payload import ADAPTER, Payload
-from fedguild.runs.log import ObservationRecord, RunLog
+from fedguild.runs import experiment
+from fedguild.runs.setup import prepare
 from fedguild.server.diagnosis import IDLE, INEXACTNESS, SHRINKAGE, Diagnosis
 from fedguild.server.method import Observation, Upload
-from fedguild.setup import prepare
-from tests.experiment.runs import assert_same, ended, save_model, small_config
 from tests.oracles import diagnosis as oracle
+from tests.runs.runs import assert_same, ended, save_model, small_config
 
 EXPERTS, RANK = 3, 2
 MODEL = ModelInfo(

@@ -10,18 +10,18 @@ import torch
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
 from fedguild.config.federation import FederationSettings
-from fedguild.errors import QuorumError
+from fedguild.core.accounting import size_bytes
+from fedguild.core.errors import QuorumError
+from fedguild.core.payload import Payload
 from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT
 from fedguild.model.info import ModelInfo
-from fedguild.payload import Payload
-from fedguild.privacy.noise import Noise
+from fedguild.privacy.dp.noise import Noise
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, not_needed, too_late
 from fedguild.server.method import Method, Upload
 from fedguild.server.private_mean import PrivateMean
 from fedguild.server.round import Outcome, RoundSetup, Stray
 from fedguild.server.rounds import run_round
-from fedguild.wire.accounting import size_bytes
 
 CLIENTS = [ClientInfo(index, Budget("all", 4, 2), examples=10) for index in range(6)]
 RULES = FederationSettings()

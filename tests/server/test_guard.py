@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.errors import QuorumError, UploadError
+from fedguild.core.errors import QuorumError, UploadError
+from fedguild.core.payload import Payload
 from fedguild.methods import build_method
 from fedguild.methods.fedprox import FedProx
-from fedguild.payload import Payload
 from fedguild.server.guard import Guard, change_norms, largest_value, not_finite, robust_centre
 from fedguild.server.method import Upload
 from tests.oracles import robust as oracle

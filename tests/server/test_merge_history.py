@@ -9,8 +9,8 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.merge_ledger import FOLDED, MERGE, VERSION, MergeLedger, by_version
+from fedguild.core.payload import Payload
 from fedguild.model.weight_changes import changes, with_changes
-from fedguild.payload import Payload
 from fedguild.server import checkpoint, merge_history
 from fedguild.server.low_rank import Factors
 from fedguild.server.merge_history import HELD, HOLDERS, appended, delivery, echo, merges, no_merges

@@ -12,15 +12,15 @@ import torch
 from fedguild.client.cohort import LocalReport
 from fedguild.config import load_config
 from fedguild.config.federation import FederationSettings
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.methods import METHODS, build_method
-from fedguild.payload import ADAPTER, Payload
+from fedguild.runs.setup import check_config
 from fedguild.server import checkpoint
 from fedguild.server.engine import Delivery, Task
 from fedguild.server.optimizer import MOMENTUM, server_step, takes_steps, without_momentum
 from fedguild.server.round import RoundSetup
 from fedguild.server.rounds import run_round
-from fedguild.setup import check_config
 from tests.methods.federation import LARGE, SMALL, client, upload
 from tests.oracles import server_optimizer as oracle
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.core.payload import Payload
 from fedguild.methods import build_method
-from fedguild.payload import Payload
-from fedguild.privacy.clipping import clipped
-from fedguild.privacy.noise import Noise
+from fedguild.privacy.dp.clipping import clipped
+from fedguild.privacy.dp.noise import Noise
 from fedguild.server.method import Upload
 from fedguild.server.private_mean import PrivateMean, digest_of
 

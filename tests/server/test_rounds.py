@@ -13,11 +13,12 @@ import torch
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
 from fedguild.config.federation import FederationSettings
-from fedguild.errors import QuorumError
+from fedguild.core.codec import encode
+from fedguild.core.errors import QuorumError
+from fedguild.core.payload import Payload
 from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT
 from fedguild.model.info import ModelInfo
-from fedguild.payload import Payload
 from fedguild.server.clock import Clock
 from fedguild.server.diagnosis import SHRINKAGE
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
@@ -26,7 +27,6 @@ from fedguild.server.method import Method
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round
 from fedguild.server.sampling import sample
-from fedguild.wire.codec import encode
 
 CLIENTS = [ClientInfo(index, Budget("all", 4, 2), examples=10) for index in range(4)]
 ASK_ALL = FederationSettings()

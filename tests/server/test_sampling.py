@@ -4,7 +4,7 @@ import pytest
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config.federation import FederationSettings
-from fedguild.errors import ConfigError, QuorumError
+from fedguild.core.errors import ConfigError, QuorumError
 from fedguild.server.sampling import fastest, quorum_count, require_quorum, sample
 
 

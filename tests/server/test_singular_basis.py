@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from fedguild.config.training import TrainingSettings
+from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.engines.local import LocalEngine
 from fedguild.methods import build_method
 from fedguild.methods.guild import Guild
 from fedguild.model.backbone import Backbone
-from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.engine import Task
 from fedguild.server.low_rank import Factors, by_module
 from fedguild.server.method import Upload

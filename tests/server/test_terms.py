@@ -10,8 +10,8 @@ from torch import Tensor
 
 import fedguild.server.method
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.payload import Payload, with_part
-from fedguild.secure.fixed_point import Means as Opened
+from fedguild.core.payload import Payload, with_part
+from fedguild.privacy.secure_sum.fixed_point import Means as Opened
 from fedguild.server.terms import (
     OpenedMeans,
     RunningMeans,

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from fedguild.errors import UploadError
-from fedguild.payload import Payload
+from fedguild.core.errors import UploadError
+from fedguild.core.payload import Payload
 from fedguild.server.validation import Bound, Envelope, Omissible, check_envelope, check_upload
 
 EXPECTED = {"adapter/a": (2, 3), "adapter/b": (4,), "adapter/scale": ()}

@@ -14,17 +14,17 @@ import pytest
 import yaml
 
 import fedguild
-from fedguild.api.launch import Launch
-from fedguild.api.run_grid import Cell, Row
 from fedguild.config import Config, load_config, table_cells, tables
 from fedguild.config.table import ShippedTable
-from fedguild.errors import DataError
+from fedguild.core.errors import DataError
+from fedguild.core.payload import Payload
+from fedguild.measuring.log.folder import load_run
 from fedguild.methods import build_method
 from fedguild.model.packaged import packaged
-from fedguild.payload import Payload
-from fedguild.runs.folder import load_run
+from fedguild.runs.api.launch import Launch
+from fedguild.runs.api.run_grid import Cell, Row
 from fedguild.server import checkpoint
-from tests.costs.test_published import all_compared
+from tests.measuring.costs.test_published import all_compared
 from tests.report.runs import FLAME_FINAL, write_run
 from tools import generate
 from tools.english import tasks as english

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeForCausalLM
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
-from fedguild.errors import FedGuildError, ModelError
+from fedguild.core.errors import FedGuildError, ModelError
+from fedguild.core.seeding import numpy_rng, torch_rng
 from fedguild.model import packaged
 from fedguild.model.backbone import describe_config, load_backbone
-from fedguild.seeding import numpy_rng, torch_rng
 from fedguild.server.utilisation import gini
 from tools.english.architecture import Sizes, new_model
 from tools.english.build import STATE, Session, build

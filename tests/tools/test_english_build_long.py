@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.seeding import numpy_rng
+from fedguild.core.seeding import numpy_rng
 from tools.english.build import CHECKPOINT, STATE
 from tools.english.pretrain import Recipe
 

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fedguild import experiment
+from fedguild.core.errors import ModelError
 from fedguild.data import Example
-from fedguild.errors import ModelError
 from fedguild.model.packaged import ENGLISH, PACKAGED
+from fedguild.runs import experiment
 from tests.data.writing import write_csv
 from tools.english.tasks import (
     NOT_MEASURED,

@@ -15,12 +15,12 @@ from pydantic import ValidationError
 from scipy import stats
 
 from fedguild.config import Table
-from fedguild.errors import DataError
-from fedguild.evaluation.statistics import Spread, half_width, spread
+from fedguild.core.errors import DataError
+from fedguild.measuring.log.folder import load_run
+from fedguild.measuring.log.records import ObservationRecord
+from fedguild.measuring.scores.statistics import Spread, half_width, spread
 from fedguild.report.costs import budget_costs
 from fedguild.report.observations import evenly
-from fedguild.runs.folder import load_run
-from fedguild.runs.log import ObservationRecord
 from tests.report.runs import write_run
 from tools.records.cells import (
     CellRecord,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedguild.config.table import Table
-from fedguild.errors import DataError
+from fedguild.core.errors import DataError
 from tests.tools.records import cell_record
 from tools.records.cells import CellRecord
 from tools.records.remarks import render_overview, render_remark

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from fedguild.engines.flower.engine import read_payload
-from fedguild.payload import Payload
-from fedguild.testing import Message
-from fedguild.wire.codec import encode
+from fedguild.core.codec import encode
+from fedguild.core.payload import Payload
+from fedguild.federation.flower.engine import read_payload
+from fedguild.federation.testing import Message
 
 Attack = Callable[[Message], Message | bytes]
 HUGE = 10**400

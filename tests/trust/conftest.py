@@ -8,7 +8,7 @@ import pytest
 
 from fedguild.config import Config, load_config
 from fedguild.methods import METHODS
-from tests.experiment.runs import load_models_once, save_model, small_settings
+from tests.runs.runs import load_models_once, save_model, small_settings
 
 SETTINGS = (
     "federation.clients=3",
@@ -30,7 +30,7 @@ def config_of(model: str, base: str, *overrides: str) -> Config:
 @pytest.fixture(autouse=True)
 def _loaded_once(monkeypatch: pytest.MonkeyPatch, no_report: None) -> None:
     """Loads every model once for all runs, servers and trainers in this process."""
-    load_models_once(monkeypatch, "setup.preparation", "testing", "federation.serving")
+    load_models_once(monkeypatch, "runs.setup.preparation", "federation.testing", "federation.serving")
 
 
 @pytest.fixture(scope="session")

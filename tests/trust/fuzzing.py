@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 
-from fedguild.engines.flower.engine import read_payload
-from fedguild.payload import Payload
-from fedguild.testing import Message
-from fedguild.wire.codec import encode
+from fedguild.core.codec import encode
+from fedguild.core.payload import Payload
+from fedguild.federation.flower.engine import read_payload
+from fedguild.federation.testing import Message
 
 _LENGTH_BYTES = 8
 MASKED = ("secure/masked", "secure/values")
 """Words under a mask, of which any are as good as any others to all but their client."""
 COMPLAINTS = "secure/complaints"
-"""Another number here is a dispute, in which an honest client is left out, too (tests/secure)."""
+"""Another number here is a dispute, in which an honest client is left out, too (tests/privacy/secure_sum)."""
 NO_TENSOR = {"dtype": "U8", "shape": [0, 2**40, 2**40], "data_offsets": [0, 0]}
 """An entry of a file's header that needs no byte, and of which a library cannot compute the strides."""
 VALUES: tuple[Any, ...] = (

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from fedguild.config import Config
-from fedguild.runs.log import EvaluationRecord, RoutingRecord
+from fedguild.federation.testing import Driven, HostileClient, Message, drive
+from fedguild.measuring.log.records import EvaluationRecord, RoutingRecord
 from fedguild.server.guard import not_finite
-from fedguild.testing import Driven, HostileClient, Message, drive
-from tests.experiment.runs import says
+from tests.runs.runs import says
 from tests.trust.attacks import HELLO, SCORE, TRAIN, Attack, filled, saying
 from tests.trust.conftest import config_of
 
@@ -141,7 +141,7 @@ def test_attacks_on_the_scores(config: Config, tmp_path: Path) -> None:
 def test_values_that_no_decomposition_bears(method: str, config: Config, tmp_path: Path) -> None:
     """Even where the bound on values would let them pass, the round goes on without the upload that did it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.setup.protection.LARGEST_VALUE", 3.3e38)
+        patch.setattr("fedguild.runs.setup.protection.LARGEST_VALUE", 3.3e38)
         hostile = attacking("train", lambda request: filled(3e38))
         other = config_of(config.model.path, f"{method}/tiny-tasks")
         driven = drive(other, tmp_path, [hostile], server_evaluation=True)

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from fedguild.config import Config
-from fedguild.config.site import ServerSettings
-from fedguild.engines.flower.client_registry import RegisteredClient
+from fedguild.federation.flower.client_registry import RegisteredClient
 from fedguild.federation.members import Members, admitted_sizes
-from fedguild.runs.log import ClientRecord
-from fedguild.testing import HostileClient, Message, drive
+from fedguild.federation.site import ServerSettings
+from fedguild.federation.testing import HostileClient, Message, drive
+from fedguild.measuring.log.records import ClientRecord
 from tests.trust.test_attacks import changed
 
 

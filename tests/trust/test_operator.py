@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from fedguild.config import Config
-from fedguild.errors import CheckpointError, StoppedError
-from fedguild.experiment import write_report
+from fedguild.core.errors import CheckpointError, StoppedError
+from fedguild.core.locking import holder
 from fedguild.federation.audit import AuditLog
 from fedguild.federation.processes import PRIVATE_UMASK
 from fedguild.federation.revocation import Revocations
 from fedguild.federation.stopping import request_stop, stop_is_requested
-from fedguild.locking import holder
-from fedguild.testing import HostileClient, Message, drive
-from tests.experiment.runs import says
+from fedguild.federation.testing import HostileClient, Message, drive
+from fedguild.runs.experiment import write_report
+from tests.runs.runs import says
 from tests.trust.attacks import HELLO, SCORE, TRAIN
 from tests.trust.test_attacks import attacking, changed
 
@@ -173,7 +173,7 @@ def test_the_report_and_what_clients_take_home_belong_to_their_users_alone(
     config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In processes with the umask that `fedguild federation` gives them."""
-    monkeypatch.setattr("fedguild.experiment.write_report", write_report)
+    monkeypatch.setattr("fedguild.runs.experiment.write_report", write_report)
     before = os.umask(PRIVATE_UMASK)
     try:
         driven = drive(changed(config, "federation", rounds=1), tmp_path / "server", deliver=True)

@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedguild import experiment
 from fedguild.config import Config
-from fedguild.errors import CheckpointError, ConfigError, QuorumError
-from fedguild.layout import CHECKPOINTS
+from fedguild.core.errors import CheckpointError, ConfigError, QuorumError
+from fedguild.core.layout import CHECKPOINTS
+from fedguild.federation.testing import HostileClient, Message, drive
+from fedguild.runs import experiment
+from fedguild.runs.setup import check_fit, fitted, method_of, model_of
 from fedguild.server import checkpoint
 from fedguild.server.guard import not_finite
-from fedguild.setup import check_fit, fitted, method_of, model_of
-from fedguild.testing import HostileClient, Message, drive
-from tests.engines.flower.loopback_federation import Lines
-from tests.experiment.runs import assert_same, ended, says
+from tests.federation.flower.loopback_federation import Lines
+from tests.runs.runs import assert_same, ended, says
 from tests.trust.attacks import filled, uploading
 from tests.trust.conftest import config_of
 from tests.trust.test_attacks import attacking, changed

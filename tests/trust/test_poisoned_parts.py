@@ -11,15 +11,15 @@ from _pytest.mark import ParameterSet
 
 from fedguild.client.budget import ClientInfo
 from fedguild.config import Config
-from fedguild.engines.flower.engine import read_payload
+from fedguild.core.payload import ADAPTER
+from fedguild.core.seeding import torch_rng
+from fedguild.federation.flower.engine import read_payload
+from fedguild.federation.testing import HostileClient, Message, drive
 from fedguild.methods import METHODS
-from fedguild.payload import ADAPTER
-from fedguild.seeding import torch_rng
+from fedguild.runs.setup import budgets_of, fitted, method_of, preparation
 from fedguild.server.guard import not_finite
 from fedguild.server.method import Method
-from fedguild.setup import budgets_of, fitted, method_of, preparation
-from fedguild.testing import HostileClient, Message, drive
-from tests.experiment.runs import says
+from tests.runs.runs import says
 from tests.trust.attacks import Attack, uploading
 from tests.trust.conftest import config_of
 from tests.trust.test_attacks import changed

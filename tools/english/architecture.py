@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from fedguild.seeding import torch_rng
+from fedguild.core.seeding import torch_rng
 from tools.tiny.tokenizer import MAX_TOKENS
 
 _INITIAL_DEVIATION = 0.05

@@ -14,8 +14,8 @@ import torch
 import typer
 from transformers import OlmoeForCausalLM
 
-from fedguild.files import write_text
-from fedguild.heap import keep_freed_pages
+from fedguild.core.files import write_text
+from fedguild.model.heap import keep_freed_pages
 from tools.english.architecture import Sizes
 from tools.english.card import model_card, read_sources
 from tools.english.corpus import load_corpus

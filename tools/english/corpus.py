@@ -21,9 +21,9 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 from transformers import AutoTokenizer
 
-from fedguild.errors import FedGuildError
-from fedguild.files import replacing
-from fedguild.seeding import numpy_rng
+from fedguild.core.errors import FedGuildError
+from fedguild.core.files import replacing
+from fedguild.core.seeding import numpy_rng
 from tools.tiny.tokenizer import train_tokenizer
 
 DOCUMENT_CHARACTERS = 8_000

@@ -31,14 +31,14 @@ import transformers
 from transformers import AutoTokenizer
 
 from fedguild.config import load_config
+from fedguild.core.files import write_text
 from fedguild.data import Example
 from fedguild.data.batches import encode
-from fedguild.evaluation.metrics import METRICS
-from fedguild.evaluation.scores import ExampleScore, Summary
-from fedguild.files import write_text
-from fedguild.heap import keep_freed_pages
+from fedguild.measuring.scores.metrics import METRICS
+from fedguild.measuring.scores.scores import ExampleScore, Summary
+from fedguild.model.heap import keep_freed_pages
 from fedguild.model.packaged import packaged
-from fedguild.setup import prepare_data
+from fedguild.runs.setup import prepare_data
 from tools.english import baselines
 from tools.english.runs import CHOSEN_WITH, SETS, Effort, Session, TaskSet, answers, chosen, questions_of, trained
 from tools.english.tasks import PRETRAINED, RANDOM, TaskRecord, read_records, task_section, with_tasks

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import OlmoeForCausalLM
 
-from fedguild.errors import FedGuildError
-from fedguild.files import replacing
+from fedguild.core.errors import FedGuildError
+from fedguild.core.files import replacing
 from tools.english.architecture import Sizes, new_model
 from tools.english.corpus import Corpus
 from tools.english.experts import use_trainable_experts

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from fedguild import experiment
 from fedguild.config import Config, load_config
+from fedguild.core.seeding import numpy_rng
 from fedguild.data import Example, load_corpus
 from fedguild.data.sampling import sample
-from fedguild.evaluation.scores import ExampleScore
-from fedguild.evaluation.tasks import evaluate
+from fedguild.measuring.log.records import EvaluationRecord, RunLog
+from fedguild.measuring.scores.scores import ExampleScore
+from fedguild.measuring.scores.tasks import evaluate
 from fedguild.model.slots import SlotModel
-from fedguild.runs.log import EvaluationRecord, RunLog
-from fedguild.scoring import CPU_BATCH_TOKENS, evaluated_plan
-from fedguild.seeding import numpy_rng
+from fedguild.runs import experiment
+from fedguild.runs.scoring import CPU_BATCH_TOKENS, evaluated_plan
 from tools.english.architecture import Sizes, new_model
 from tools.english.tasks import PRETRAINED
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from statistics import NormalDist, fmean, stdev
 from typing import Any
 
-from fedguild.errors import ModelError
-from fedguild.evaluation.statistics import CONFIDENCE, half_width, spread
-from fedguild.files import write_text
+from fedguild.core.errors import ModelError
+from fedguild.core.files import write_text
+from fedguild.measuring.scores.statistics import CONFIDENCE, half_width, spread
 
 PRETRAINED, RANDOM = "pretrained", "random"
 """The two models: the checkpoint, and the same architecture with random weights."""

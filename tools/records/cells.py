@@ -14,14 +14,14 @@ from statistics import fmean, stdev
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import fedguild
-from fedguild.errors import DataError
-from fedguild.files import write_text
+from fedguild.core.errors import DataError
+from fedguild.core.files import write_text
+from fedguild.core.score_names import MEAN, SUMMARIES
+from fedguild.measuring.log.folder import MEANS, Run
 from fedguild.report.costs import budget_costs, client_totals, mean_cost
 from fedguild.report.observations import MOST_ROUNDS, evenly, observed_means
 from fedguild.report.table_figures import CellScores
 from fedguild.report.tables import run_table
-from fedguild.runs.folder import MEANS, Run
-from fedguild.score_names import MEAN, SUMMARIES
 
 USE = "use of experts"
 """The figure of every method on a mixture of experts: `use of experts / Gini` and `use of experts / entropy`."""

@@ -8,9 +8,9 @@ from statistics import fmean
 from typing import Literal, get_args
 
 from fedguild.config.table import ONLY_COLUMN, Claim, Table
-from fedguild.evaluation.statistics import Spread, half_width, paired_difference
+from fedguild.core.score_names import TITLES
+from fedguild.measuring.scores.statistics import Spread, half_width, paired_difference
 from fedguild.report import units
-from fedguild.score_names import TITLES
 from tools.records.cells import CellRecord, nats_per_token
 from tools.records.summary import by_row, cost_ratios
 

@@ -7,11 +7,11 @@ from statistics import fmean
 from types import MappingProxyType
 
 from fedguild.config.table import ONLY_COLUMN, Table
-from fedguild.evaluation.statistics import spread
+from fedguild.core.score_names import MEAN, MTAL, POOLED, RECEIVED, SUMMARIES, TITLES, TRAINED
+from fedguild.measuring.scores.statistics import spread
 from fedguild.report import units
 from fedguild.report.grid import Cell, Grid
 from fedguild.report.table_figures import Drawing
-from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, SUMMARIES, TITLES, TRAINED
 from tools.records.cells import (
     CellRecord,
     ChoiceRecord,

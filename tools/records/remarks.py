@@ -19,8 +19,8 @@ from typing import Literal, Self
 from jinja2 import Environment, StrictUndefined, TemplateError
 
 from fedguild.config.table import Table
-from fedguild.errors import DataError, nearest
-from fedguild.evaluation.statistics import Spread, half_width
+from fedguild.core.errors import DataError, nearest
+from fedguild.measuring.scores.statistics import Spread, half_width
 from fedguild.report import units
 from tools.records.cells import CellRecord, nats_per_token, perplexities
 from tools.records.claims import difference, interval, scores_of

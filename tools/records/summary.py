@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 
 from fedguild.config.table import ONLY_COLUMN, Table
-from fedguild.evaluation.statistics import spread
+from fedguild.core.score_names import TITLES
+from fedguild.measuring.scores.statistics import spread
 from fedguild.report import units
 from fedguild.report.grid import Cell, Grid
-from fedguild.score_names import TITLES
 from tools.records.cells import CellRecord, perplexities
 
 Rows = Mapping[str, Sequence[CellRecord]]

@@ -34,13 +34,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from fedguild.api.launch import Launch
-from fedguild.api.run_grid import Cell, plan_grid, table_rows
 from fedguild.config import Config, load_config, table_cells, tables
 from fedguild.config.table import TableCell, require_claimed_scores
-from fedguild.errors import ConfigError
-from fedguild.runs.folder import load_run
-from fedguild.score_names import SUMMARIES
+from fedguild.core.errors import ConfigError
+from fedguild.core.score_names import SUMMARIES
+from fedguild.measuring.log.folder import load_run
+from fedguild.runs.api.launch import Launch
+from fedguild.runs.api.run_grid import Cell, plan_grid, table_rows
 from tools.records.cells import (
     CellRecord,
     ChoiceRecord,

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 from transformers import OlmoeForCausalLM
 
+from fedguild.core.files import write_text
 from fedguild.data.corpora import tasks
-from fedguild.files import write_text
 from tools.tiny.architecture import new_model
 from tools.tiny.card import Scores, model_card
 from tools.tiny.pretrain import Recipe, pretrain, tokenizer_texts

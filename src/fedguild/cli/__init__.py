@@ -1,4 +1,4 @@
-"""The command line, above all stages: a file per sub-command, each a thin wrapper around a function.
+"""The command line: a file per sub-command, each a thin wrapper around a function.
 
 Data goes to stdout, progress and errors to stderr. What the user can fix (`FedGuildError`) is
 one message and exit code 2; an interrupted run says how to resume and exits with 130.

@@ -35,7 +35,7 @@ from fedguild.cli import (
 from fedguild.cli.example_command import ExampleCommand
 from fedguild.cli.output import explain
 from fedguild.config.renamed import OPTIONS
-from fedguild.errors import DivergedError, FedGuildError
+from fedguild.core.errors import DivergedError, FedGuildError
 
 USER_ERROR = 2
 DIVERGED = 3

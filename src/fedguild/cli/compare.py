@@ -21,10 +21,10 @@ from fedguild.cli.options import (
 from fedguild.cli.output import note, show, show_json
 from fedguild.cli.progress import TerminalProgress
 from fedguild.cli.watch import WatchOption, watching
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from fedguild.results import Comparison
+    from fedguild.runs.results import Comparison
 
 EXAMPLES = (
     "fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks --seeds 0,1,2",
@@ -81,7 +81,7 @@ def command(
     context.obj.resume_with = "the same command again"
     overrides = [text for text in configs if is_setting(text)]
     names = [text for text in configs if not is_setting(text)]
-    from fedguild.api.comparing import default_folder, is_table
+    from fedguild.runs.api.comparing import default_folder, is_table
 
     table = next((name for name in names if is_table(name)), None)
     if table is not None and len(names) > 1:

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from fedguild.cli.options import JsonOption
 from fedguild.cli.output import show, show_json
-from fedguild.heap import keep_freed_pages
-from fedguild.plugins import Plugins
+from fedguild.core.plugins import Plugins
+from fedguild.model.heap import keep_freed_pages
 
 EXAMPLES = (
     "fedguild doctor",
@@ -118,13 +118,13 @@ def _dated(package: str) -> str:
 
 def _plugins() -> Iterator[Finding]:
     """Yields the usable plug-ins of each kind in one line, and a line for each that cannot be used."""
-    from fedguild.callbacks import CALLBACKS
     from fedguild.data.corpora import CORPORA
     from fedguild.data.partition import PARTITIONS
-    from fedguild.evaluation.metrics import METRICS
+    from fedguild.measuring.scores.metrics import METRICS
     from fedguild.methods import METHODS
     from fedguild.model.families import FAMILIES
-    from fedguild.tracking import TRACKERS
+    from fedguild.runs.callbacks import CALLBACKS
+    from fedguild.runs.tracking import TRACKERS
 
     kinds: tuple[Plugins[Any], ...] = (METHODS, CORPORA, PARTITIONS, METRICS, CALLBACKS, TRACKERS, FAMILIES)
     for kind in kinds:
@@ -160,7 +160,7 @@ def _kernels() -> Finding:
     """Which kernels the device runs; `FEDGUILD_KERNELS` chooses among them."""
     import torch
 
-    from fedguild.errors import ConfigError
+    from fedguild.core.errors import ConfigError
     from fedguild.model.kernels import CPU_KERNELS, KERNELS, VARIABLE, chosen
 
     kind, known = ("cuda", tuple(KERNELS)) if torch.cuda.is_available() else ("cpu", CPU_KERNELS)

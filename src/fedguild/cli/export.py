@@ -10,7 +10,7 @@ import typer
 import fedguild
 from fedguild.cli.options import RunFolderArgument
 from fedguild.cli.output import note
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 
 EXAMPLES = (
     "fedguild export runs/fedit-tiny-tasks --output adapter",

@@ -13,8 +13,8 @@ from fedguild.cli.example_command import ExampleCommand
 from fedguild.cli.options import JsonOption, OverridesArgument
 from fedguild.cli.output import note, show, show_json
 from fedguild.cli.watch import WatchOption, watching
-from fedguild.errors import ConfigError
-from fedguild.layout import client_name
+from fedguild.core.errors import ConfigError
+from fedguild.core.layout import client_name
 
 app = typer.Typer(
     name="federation",
@@ -154,8 +154,8 @@ def revoke(
 )
 def audit(folder: ServerFolder, as_json: JsonOption = False) -> None:
     """Check the audit log's chain and show it: who joined, what was asked, accepted, rejected, revoked, delivered."""
-    from fedguild.config.site import load_server
     from fedguild.federation.audit import AuditLog
+    from fedguild.federation.site import load_server
 
     entries = AuditLog(folder / load_server(folder).state).read()
     if as_json:
@@ -204,7 +204,7 @@ def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
 def settings() -> None:
     """List every setting of site.yaml and server.yaml."""
     from fedguild.config.reference import settings_of
-    from fedguild.config.site import SERVER_FILE, SITE_FILE, ServerSettings, SiteSettings
+    from fedguild.federation.site import SERVER_FILE, SITE_FILE, ServerSettings, SiteSettings
 
     for file, schema in ((SITE_FILE, SiteSettings), (SERVER_FILE, ServerSettings)):
         table = Table(box=None, header_style="bold", pad_edge=False, title=file, title_justify="left")

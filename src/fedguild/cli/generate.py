@@ -41,7 +41,7 @@ def command(
 
     Without a PROMPT every line of standard input is one, until its end (Ctrl-D).
     """
-    from fedguild.api.generating import open_generator
+    from fedguild.runs.api.generating import open_generator
 
     note(f"Loading the model of {folder}")
     generator = open_generator(folder, budget or None, client or None, round)

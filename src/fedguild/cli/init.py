@@ -11,10 +11,10 @@ import typer
 
 from fedguild.cli.options import CONFIG
 from fedguild.cli.output import note
-from fedguild.errors import ConfigError, DataError, FedGuildError
+from fedguild.core.errors import ConfigError, DataError, FedGuildError
 
 if TYPE_CHECKING:
-    from fedguild.api.drafting import Data
+    from fedguild.runs.api.drafting import Data
 
 T = TypeVar("T")
 
@@ -80,7 +80,7 @@ def command(
     What is written has been checked: the method fits the model and the budgets, and data on this machine was read and
     dealt. A file that exists is never touched.
     """
-    from fedguild.api import drafting
+    from fedguild.runs.api import drafting
 
     if file.exists():
         raise ConfigError(f"{file} exists, and is left as it is.", "Give another name: fedguild init NAME.yaml.")
@@ -145,7 +145,7 @@ class _Asker:
 
 
 def _model(path: str) -> str:
-    from fedguild.api.drafting import describe_model
+    from fedguild.runs.api.drafting import describe_model
 
     if describe_model(path) is None:
         note(f"{path} is not on this machine: whether the method fits it is seen when it is downloaded.")
@@ -154,7 +154,7 @@ def _model(path: str) -> str:
 
 def _data(answer: str, columns: dict[str, str], *, asking: bool) -> Data:
     """Returns the data, after asking for the columns that cannot be told."""
-    from fedguild.api.drafting import look_at_data
+    from fedguild.runs.api.drafting import look_at_data
 
     try:
         return look_at_data(answer, columns)
@@ -180,7 +180,7 @@ def _columns(text: str | None) -> dict[str, str]:
 
 
 def _clients(text: str, data: Data) -> int:
-    from fedguild.api.drafting import FEWEST_ROWS
+    from fedguild.runs.api.drafting import FEWEST_ROWS
 
     if not text.isdecimal() or int(text) < 1:
         raise ConfigError(f"The number of clients is a whole number from 1, got '{text}'.")

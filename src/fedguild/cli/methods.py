@@ -11,11 +11,11 @@ from fedguild.cli.options import JsonOption
 from fedguild.cli.output import listing, note, setting_table, show, show_json
 from fedguild.cli.presets import methods_with_presets
 from fedguild.config.reference import settings_of
-from fedguild.errors import FedGuildError
+from fedguild.core.errors import FedGuildError
 from fedguild.methods import METHODS
 
 if TYPE_CHECKING:
-    from fedguild.plugins import Found
+    from fedguild.core.plugins import Found
     from fedguild.server.method import Method
 
 EXAMPLES = (

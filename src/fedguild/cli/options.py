@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 
 CONFIG = "fedguild.yaml"
 """The config that commands take where none is given, and that `fedguild init` writes by default."""

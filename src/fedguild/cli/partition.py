@@ -13,11 +13,11 @@ from rich.table import Table
 import fedguild
 from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument, config_and_settings
 from fedguild.cli.output import note, show, show_json
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedguild.data import ClientData, PartitionTable
-    from fedguild.results import Partition
+    from fedguild.runs.results import Partition
 
 EXAMPLES = (
     "fedguild partition flame/tiny-tasks",
@@ -52,7 +52,7 @@ def command(
 
 def _tell_lost(shares: Partition) -> None:
     """Says what was left out of the data, and which texts are cut."""
-    from fedguild.setup import dropped_sentences
+    from fedguild.runs.setup import dropped_sentences
 
     for sentence in dropped_sentences(shares.dropped):
         note(sentence)

@@ -15,7 +15,7 @@ from fedguild.cli.output import note, show, show_json
 from fedguild.cli.progress import TerminalProgress
 
 if TYPE_CHECKING:
-    from fedguild.evaluation.premise import Premise
+    from fedguild.measuring.scores.premise import Premise
 
 EXAMPLES = (
     "fedguild premise allenai/OLMoE-1B-7B-0924 --text book.txt",

@@ -12,7 +12,7 @@ from fedguild.cli.options import JsonOption, OverridesArgument
 from fedguild.cli.output import listing, note, setting_table, show, show_json
 from fedguild.config import Config, Part, Preset, ShippedTable, axes, load_config, presets, tables
 from fedguild.config.reference import settings_of
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 
 EXAMPLES = (
     "fedguild presets",

@@ -9,7 +9,7 @@ import typer
 import fedguild
 from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument, config_and_settings
 from fedguild.cli.output import note, show, show_json
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 
 EXAMPLES = (
     "fedguild profile ub-smoe/olmoe-commonsense",
@@ -89,7 +89,7 @@ def command(
     )
 
     from fedguild.cli.profile_tables import tables
-    from fedguild.costs.rows import as_rows
+    from fedguild.measuring.costs.rows import as_rows
 
     if as_json:
         show_json(as_rows(costs.profile))
@@ -104,8 +104,8 @@ def command(
 
 def _show_published(as_json: bool, markdown: bool) -> None:
     from fedguild.cli.profile_tables import published_markdown, published_tables, server_markdown
-    from fedguild.costs.published import compare
-    from fedguild.costs.published_claims import CLAIMS
+    from fedguild.measuring.costs.published import compare
+    from fedguild.measuring.costs.published_claims import CLAIMS
     from fedguild.methods import METHODS, build_method
 
     compared, missing = [], {}

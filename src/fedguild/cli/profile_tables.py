@@ -11,9 +11,9 @@ from rich.table import Table
 from fedguild.report.units import byte_count, duration, flops, si
 
 if TYPE_CHECKING:
-    from fedguild.costs.profile import Profile
-    from fedguild.costs.published import Comparison
-    from fedguild.costs.tiers import Direction, TierProfile
+    from fedguild.measuring.costs.profile import Profile
+    from fedguild.measuring.costs.published import Comparison
+    from fedguild.measuring.costs.tiers import Direction, TierProfile
     from fedguild.server.method import ServerCosts
 
 VARIES = {

@@ -15,7 +15,7 @@ from fedguild.cli.output import errors
 
 
 class TerminalProgress:
-    """A `fedguild.progress.Progress` that writes to a console; use it in a `with` block."""
+    """A `fedguild.core.progress.Progress` that writes to a console; use it in a `with` block."""
 
     def __init__(self, console: Console = errors, title: str = "") -> None:
         self._console = console

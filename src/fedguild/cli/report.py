@@ -17,8 +17,8 @@ def command(
     ],
 ) -> None:
     """Write the HTML page of a run, or an index of all runs below a folder with filters, and print its path."""
+    from fedguild.measuring.log.index import find_runs, is_run
     from fedguild.report.html import write_index, write_report
-    from fedguild.runs.index import find_runs, is_run
 
     several = not is_run(folder) and bool(find_runs(folder))
     typer.echo(write_index(folder) if several else write_report(folder))

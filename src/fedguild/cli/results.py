@@ -9,9 +9,9 @@ from fedguild.cli.output import note, show, show_json
 
 def show_run(folder: Path, as_json: bool) -> None:
     """Prints a run's table and the path of its report, or the table as JSON."""
+    from fedguild.measuring.log.folder import load_run
+    from fedguild.measuring.log.index import REPORT_FILE
     from fedguild.report.tables import privacy_grid, run_table
-    from fedguild.runs.folder import load_run
-    from fedguild.runs.index import REPORT_FILE
 
     run = load_run(folder)
     table, privacy = run_table(run), privacy_grid(run)

@@ -63,7 +63,7 @@ def command(
     """
     context.obj.resume_with = "the same command again"
     named, settings = config_and_settings(config, overrides)
-    from fedguild.api.sweeping import default_folder, divide
+    from fedguild.runs.api.sweeping import default_folder, divide
 
     folder = output or default_folder(load_config(named, divide(settings)[0]))
     with watching(folder, on=watch):

@@ -68,8 +68,8 @@ def watching(folder: Path, *, on: bool = True, port: int = 0, browser: bool = Tr
     if not on:
         yield
         return
-    from fedguild.config.site import server_state
-    from fedguild.watch.server import WatchServer
+    from fedguild.federation.site import server_state
+    from fedguild.report.watch.server import WatchServer
 
     server = WatchServer(folder, port, server_state)
     server.begin()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedguild.layout import client_name
+from fedguild.core.layout import client_name
 
 
 @dataclass(frozen=True)

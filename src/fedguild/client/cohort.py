@@ -21,16 +21,16 @@ from fedguild.client.budget import ClientInfo
 from fedguild.client.optimizer import SlotOptimizer
 from fedguild.client.schedule import learning_rate, plan_steps
 from fedguild.config.training import TrainingSettings
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import Payload
+from fedguild.core.seeding import derive, numpy_rng
 from fedguild.data.batches import Encoded, SlotBatch, collate
-from fedguild.errors import ConfigError
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.moe.statistics import RoutingStatistics
 from fedguild.model.on_device import on_device
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
-from fedguild.privacy.dp_sgd import DpSgd
-from fedguild.seeding import derive, numpy_rng
+from fedguild.privacy.dp.dp_sgd import DpSgd
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
+from fedguild.core.seeding import derive, torch_rng
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.seeding import derive, torch_rng
 
 ADAPTER_SEED = "adapter_seed"
 """The scalar from which clients draw fresh adapters: the run's own in the state, a client's in its download."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from fedguild.errors import CheckpointError, FedGuildError
-from fedguild.packing import pack, unpack
-from fedguild.payload import Payload
-from fedguild.sealed import read_sealed, remove_leftovers, write_sealed
+from fedguild.core.errors import CheckpointError, FedGuildError
+from fedguild.core.packing import pack, unpack
+from fedguild.core.payload import Payload
+from fedguild.core.sealed import read_sealed, remove_leftovers, write_sealed
 
 TRAINED = "trained"
 """Name of the folder with the models that clients' training left."""

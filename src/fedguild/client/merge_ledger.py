@@ -24,11 +24,11 @@ from pathlib import Path
 from torch import Tensor
 
 from fedguild.client.memory import ClientMemory
-from fedguild.errors import CheckpointError, FedGuildError
+from fedguild.core.errors import CheckpointError, FedGuildError
+from fedguild.core.packing import pack, views
+from fedguild.core.payload import Payload
+from fedguild.core.sealed import map_sealed, read_sealed, write_sealed
 from fedguild.model.folding import folded
-from fedguild.packing import pack, views
-from fedguild.payload import Payload
-from fedguild.sealed import map_sealed, read_sealed, write_sealed
 
 MERGE = "merge"
 """The payload part with changes: `{version}/{module}.lora_A` and `.lora_B`, or `.change` of all up to a version."""

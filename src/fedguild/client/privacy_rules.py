@@ -9,10 +9,10 @@ from fedguild.client.budget import ClientInfo
 from fedguild.client.schedule import steps_in_round
 from fedguild.config.privacy import PrivacySettings
 from fedguild.config.training import TrainingSettings
-from fedguild.errors import ConfigError
-from fedguild.privacy.accounting import Release, epsilon, noise_for, require_library
-from fedguild.privacy.dp_sgd import DpSgd
-from fedguild.privacy.noise import Noise
+from fedguild.core.errors import ConfigError
+from fedguild.privacy.dp.accounting import Release, epsilon, noise_for, require_library
+from fedguild.privacy.dp.dp_sgd import DpSgd
+from fedguild.privacy.dp.noise import Noise
 
 WITHHELD_EXAMPLES = 1
 """What a client whose sizes are withheld says of its number of examples; all weigh the same then."""

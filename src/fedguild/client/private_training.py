@@ -27,13 +27,13 @@ from torch import Tensor
 
 from fedguild.client.cohort import Cohort, sums_of_slots, targets_of
 from fedguild.client.schedule import learning_rate
+from fedguild.core.errors import DataError
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import DataError
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.on_device import on_device
 from fedguild.model.slots import SlotModel
-from fedguild.privacy.clipping import with_noise
-from fedguild.privacy.dp_sgd import DpSgd, microbatches
+from fedguild.privacy.dp.clipping import with_noise
+from fedguild.privacy.dp.dp_sgd import DpSgd, microbatches
 
 Gradients = dict[str, Tensor]
 """Name of a trainable -> gradient, at the client's own shape."""

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from fedguild.config.training import TrainingSettings
+from fedguild.core.errors import DataError
 from fedguild.data.batches import epoch_order
-from fedguild.errors import DataError
 
 
 def steps_in_round(examples: int, settings: TrainingSettings) -> int:

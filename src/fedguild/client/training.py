@@ -8,7 +8,7 @@ from torch import Tensor
 
 from fedguild.client.cohort import Cohort
 from fedguild.client.private_training import train_privately
-from fedguild.payload import ADAPTER, Payload
+from fedguild.core.payload import ADAPTER, Payload
 
 
 def load_received(cohort: Cohort) -> None:

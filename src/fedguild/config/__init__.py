@@ -1,7 +1,7 @@
-"""Stage 1 of 9: config. The definition of a run, typed and validated once, before anything is loaded.
+"""The definition of a run, typed and validated once, before anything is loaded.
 
 `load_config` reads a YAML file or a preset, applies `key.sub=value` overrides, and returns a
-frozen `Config`. The stages after this one never see it: they take plain arguments, or their own
+frozen `Config`. The packages after this one, up to `runs`, never see it: they take plain arguments, or their own
 section (`TrainingSettings`, `FederationSettings`, `SplitSettings`).
 """
 

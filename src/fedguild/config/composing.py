@@ -28,8 +28,8 @@ from typing import Any
 
 from fedguild.config.explaining import Layer
 from fedguild.config.yaml_reading import parse
-from fedguild.errors import ConfigError
-from fedguild.plugins import discover
+from fedguild.core.errors import ConfigError
+from fedguild.core.plugins import discover
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 METHODS_GROUP = "fedguild.methods"

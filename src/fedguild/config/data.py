@@ -7,8 +7,8 @@ from typing import Any, Literal, Self, get_args
 from pydantic import Field, field_validator, model_validator
 
 from fedguild.config.base import Section
-from fedguild.errors import nearest
-from fedguild.plugins import discover
+from fedguild.core.errors import nearest
+from fedguild.core.plugins import discover
 
 Scheme = Literal["iid", "dirichlet", "label", "document", "quantity", "power_law"]
 PARTITIONS_GROUP = "fedguild.partitions"

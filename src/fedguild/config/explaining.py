@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from fedguild.errors import ConfigError, nearest
+from fedguild.core.errors import ConfigError, nearest
 
 Location = tuple[str | int, ...]
 

@@ -8,8 +8,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from fedguild.config.base import Section
-from fedguild.errors import ConfigError
-from fedguild.score_names import SCORES
+from fedguild.core.errors import ConfigError
+from fedguild.core.score_names import SCORES
 
 
 def wanted_count(clients: int, client_fraction: float) -> int:

@@ -16,7 +16,7 @@ from fedguild.config.explaining import Layer, explained
 from fedguild.config.renamed import refuse_old_names, with_new_names
 from fedguild.config.schema import Config
 from fedguild.config.yaml_reading import parse, parse_file
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 
 TABLES_FOLDER = Path(__file__).parent / "tables"
 

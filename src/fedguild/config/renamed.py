@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 
 _DATA = {
     "data.corpus": "data.dataset",

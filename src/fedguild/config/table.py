@@ -16,8 +16,8 @@ from fedguild.config.explaining import Layer, explained
 from fedguild.config.loading import TABLES_FOLDER, load_config
 from fedguild.config.schema import Config
 from fedguild.config.yaml_reading import parse
-from fedguild.errors import ConfigError, nearest
-from fedguild.score_names import Score
+from fedguild.core.errors import ConfigError, nearest
+from fedguild.core.score_names import Score
 
 ONLY_COLUMN = "all"
 """The column of a table that has no others."""

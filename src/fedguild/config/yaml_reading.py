@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]  # libyaml, if PyYAML has it

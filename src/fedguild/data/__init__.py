@@ -1,4 +1,4 @@
-"""Stage 2 of 9: data. Datasets, and their division into each client's training, validation and test examples.
+"""Datasets, and their division into each client's training, validation and test examples.
 
 `load_corpus` reads a dataset into examples (`corpora/`, with the templates of `prompts`),
 `partition` distributes the training examples over the clients, `split_clients` splits every client's share

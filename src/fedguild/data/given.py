@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from fedguild.config.data import GIVEN
+from fedguild.core.errors import DataError
+from fedguild.core.files import write_bytes, write_json
 from fedguild.data.corpora.spec import CorpusSpec
 from fedguild.data.example import Example
 from fedguild.data.partition import PartitionScheme, Parts, as_parts
-from fedguild.errors import DataError
-from fedguild.files import write_bytes, write_json
 
 FOLDER = "data"
 ASSIGNMENT = "assignment.json"

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedguild.config.data import PARTITIONS_GROUP
+from fedguild.core.errors import DataError, nearest
+from fedguild.core.plugins import Plugins
 from fedguild.data.example import Example
-from fedguild.errors import DataError, nearest
-from fedguild.plugins import Plugins
 
 Parts = list[list[int]]
 Assignment = Sequence[int] | Sequence[Sequence[int]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedguild.errors import DataError, nearest
+from fedguild.core.errors import DataError, nearest
 
 _ALPACA_INSTRUCTION = (
     "Below is an instruction that describes a task. "

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fedguild.core.errors import DataError
 from fedguild.data.example import Example
-from fedguild.errors import DataError
 
 
 def sample(examples: Sequence[Example], limit: int | None, rng: np.random.Generator) -> tuple[Example, ...]:

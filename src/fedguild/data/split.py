@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedguild.config.data import SplitSettings
+from fedguild.core.errors import DataError
+from fedguild.core.seeding import numpy_rng
 from fedguild.data.example import Corpus, Example
 from fedguild.data.partition import apportion
 from fedguild.data.sampling import sample
-from fedguild.errors import DataError
-from fedguild.seeding import numpy_rng
 
 
 @dataclass(frozen=True, slots=True)

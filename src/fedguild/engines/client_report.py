@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedguild.client.cohort import LocalReport
-from fedguild.errors import UploadError
+from fedguild.core.errors import UploadError
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from fedguild.core.codec import Codec, through, through_all
 from fedguild.model.info import ModelInfo
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Wait
 from fedguild.server.method import Method
-from fedguild.wire.codec import Codec, through, through_all
 
 
 class CodedEngine:

@@ -20,18 +20,18 @@ from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merge_ledger import VERSION, merge_version
 from fedguild.config.training import TrainingSettings
-from fedguild.costs.memory import PLAIN, StepForm, largest_cohort
+from fedguild.core.errors import FedGuildError
+from fedguild.core.payload import Payload
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.peak_memory import peak_bytes, reset_peak
-from fedguild.errors import FedGuildError
+from fedguild.measuring.costs.memory import PLAIN, StepForm, largest_cohort
 from fedguild.model import kernels
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.packed_rows import PADDING_LIMIT, pads_attention
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
-from fedguild.privacy.dp_sgd import DpSgd
+from fedguild.privacy.dp.dp_sgd import DpSgd
 from fedguild.server.engine import Delivery, Task, Wait, not_needed
 from fedguild.server.method import Method
 from fedguild.server.sampling import fastest

@@ -9,6 +9,8 @@ from fedguild.client.cohort import LocalWork
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config.training import TrainingSettings
+from fedguild.core.errors import CheckpointError
+from fedguild.core.progress import Note, unnoted
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
     CohortSize,
@@ -25,10 +27,8 @@ from fedguild.engines.cohorts import (
     split_by_need,
     taken_before,
 )
-from fedguild.errors import CheckpointError
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
-from fedguild.progress import Note, unnoted
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, too_late
 from fedguild.server.method import Method
 

@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from importlib import import_module
 from typing import Any
 
-from fedguild.errors import FedGuildError
+from fedguild.core.errors import FedGuildError
 from fedguild.model.adapters.part import AdapterPart
 from fedguild.model.plan import AdapterPlan
 

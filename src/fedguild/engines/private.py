@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from fedguild.client.cohort import LocalReport
 from fedguild.client.privacy_rules import PrivacyRules
-from fedguild.errors import UploadError
+from fedguild.core.errors import UploadError
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.model.info import ModelInfo
-from fedguild.payload import ADAPTER, Payload
-from fedguild.privacy.clipping import clipped, with_noise
-from fedguild.privacy.noise import Noise
+from fedguild.privacy.dp.clipping import clipped, with_noise
+from fedguild.privacy.dp.noise import Noise
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Wait
 from fedguild.server.method import Method
 from fedguild.server.private_mean import change_of

@@ -29,6 +29,10 @@ from torch import Tensor
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merge_ledger import MergeLedger, by_version, without_merges
 from fedguild.config.training import TrainingSettings
+from fedguild.core.codec import encode
+from fedguild.core.errors import CheckpointError, FedGuildError
+from fedguild.core.payload import Payload, with_part
+from fedguild.core.progress import Note, unnoted
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
     CohortSize,
@@ -44,15 +48,11 @@ from fedguild.engines.cohorts import (
 from fedguild.engines.ray_actor import CohortActor, Plain, decode_result, idle_job, job_of, merge_digest, pack_examples
 from fedguild.engines.ray_cluster import actors_on, connect, place, require_room
 from fedguild.engines.worker_slots import WorkerSlots, opened, raised
-from fedguild.errors import CheckpointError, FedGuildError
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.ranks import TIMEOUT_SECONDS
-from fedguild.payload import Payload, with_part
-from fedguild.progress import Note, unnoted
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, too_late
 from fedguild.server.method import Method
-from fedguild.wire.codec import encode
 
 TRIES = 3
 """Actors that may die on one cohort before its clients count as failed."""

@@ -22,19 +22,19 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalWork
 from fedguild.client.merge_ledger import DIGEST
 from fedguild.config.training import TrainingSettings
+from fedguild.core.codec import decode, encode
+from fedguild.core.errors import FedGuildError
+from fedguild.core.packing import pack, unpack
 from fedguild.data.batches import Encoded, SlotBatch
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.cohorts import FittingCohorts, Planned, Private, Trained, Trainer, free_bytes, further_plan
 from fedguild.engines.plain_plans import plan_from_plain
-from fedguild.errors import FedGuildError
 from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone, load_backbone, pick_device
 from fedguild.model.ranks import Ranks
 from fedguild.model.slots import SlotModel
-from fedguild.packing import pack, unpack
-from fedguild.privacy.dp_sgd import DpSgd
+from fedguild.privacy.dp.dp_sgd import DpSgd
 from fedguild.server.method import Method
-from fedguild.wire.codec import decode, encode
 
 Plain = dict[str, Any]
 """Numbers, strings, and lists and dicts of them."""

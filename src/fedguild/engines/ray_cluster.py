@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 
 ROUNDING_SLACK = 1e-9
 PATIENCE_SECONDS = 30.0

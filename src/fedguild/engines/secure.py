@@ -14,14 +14,14 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget
 from fedguild.client.cohort import LocalReport
-from fedguild.errors import UploadError
+from fedguild.core.errors import UploadError
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.model.info import ModelInfo
-from fedguild.payload import ADAPTER, Payload
-from fedguild.secure.client import ClientSession
-from fedguild.secure.form import Contribution, Form
-from fedguild.secure.graph import FEWEST_CLIENTS
-from fedguild.secure.keys import PrivateKey, PublicKey, new_identity
-from fedguild.secure.session import Session, Step
+from fedguild.privacy.secure_sum.client import ClientSession
+from fedguild.privacy.secure_sum.form import Contribution, Form
+from fedguild.privacy.secure_sum.graph import FEWEST_CLIENTS
+from fedguild.privacy.secure_sum.keys import PrivateKey, PublicKey, new_identity
+from fedguild.privacy.secure_sum.session import Session, Step
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Wait
 from fedguild.server.guard import LARGEST_VALUE
 from fedguild.server.method import Method, secure_form

@@ -19,6 +19,9 @@ from torch import Tensor
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merge_ledger import MergeLedger, without_merges
 from fedguild.config.training import TrainingSettings
+from fedguild.core.codec import encode
+from fedguild.core.errors import CheckpointError, FedGuildError
+from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
     CohortSize,
@@ -33,15 +36,12 @@ from fedguild.engines.cohorts import (
 )
 from fedguild.engines.ray_actor import CohortActor, Plain, decode_result, idle_job, job_of, merge_digest, pack_examples
 from fedguild.engines.worker_slots import WorkerSlots, opened, raised
-from fedguild.errors import CheckpointError, FedGuildError
 from fedguild.model.backbone import pick_device
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.ranks import TIMEOUT_SECONDS, Ranks
-from fedguild.payload import Payload
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, too_late
 from fedguild.server.method import Method
-from fedguild.wire.codec import encode
 
 BEGIN, END = "begin", "end"
 """What rank 0 tells the others beside the methods of an actor: to build one, and to stop."""

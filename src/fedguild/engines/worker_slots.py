@@ -14,12 +14,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fedguild.core.codec import encode
+from fedguild.core.errors import FedGuildError
+from fedguild.core.payload import Payload
 from fedguild.data.batches import Seq2Seq, SlotBatch
 from fedguild.engines.plain_plans import plain_plan
-from fedguild.errors import FedGuildError
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import Payload
-from fedguild.wire.codec import encode
 
 _numbers = count(1)
 

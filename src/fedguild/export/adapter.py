@@ -16,7 +16,8 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
+from fedguild.core.files import write_json
 from fedguild.export.weights import (
     adapted_weights,
     beyond_weights,
@@ -29,7 +30,6 @@ from fedguild.export.weights import (
     stacked_factors,
     summed_rank,
 )
-from fedguild.files import write_json
 from fedguild.model.families import FAMILIES
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
+from fedguild.core.files import write_text
 from fedguild.export.merged import require_mergeable, write_merged
-from fedguild.files import write_text
 from fedguild.model.adapters.part import AdapterPart, Standalone
 from fedguild.model.backbone import Backbone
 from fedguild.server.method import Deployment

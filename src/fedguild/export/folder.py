@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from fedguild.errors import FedGuildError
+from fedguild.core.errors import FedGuildError
 
 
 def require_new(path: Path) -> None:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fedguild.core.errors import ModelError
 from fedguild.data.batches import SlotBatch
-from fedguild.errors import ModelError
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.server.method import Deployment

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
+from fedguild.core.files import write_json
 from fedguild.export.weights import (
     adapted_weights,
     beyond_weights,
@@ -30,7 +31,6 @@ from fedguild.export.weights import (
     published_modules,
     stacked_factors,
 )
-from fedguild.files import write_json
 from fedguild.model.backbone import Backbone
 from fedguild.model.weight_changes import changes, require_unquantised, weight_modules, with_changes
 from fedguild.server.method import Deployment

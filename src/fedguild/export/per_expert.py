@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
+from fedguild.core.files import write_json
 from fedguild.export.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE, require_carried
 from fedguild.export.weights import adapted_weights, in_one_adapter, published_modules
-from fedguild.files import write_json
 from fedguild.model.backbone import Backbone
 from fedguild.server.method import Deployment
 

@@ -1,6 +1,6 @@
 """The audit log of a federation: who joined, and what was asked, accepted, rejected, revoked and delivered.
 
-Append-only JSON lines, hash-chained (`fedguild.chained`): a line that was changed, removed or moved is found by
+Append-only JSON lines, hash-chained (`fedguild.core.chained`): a line that was changed, removed or moved is found by
 `fedguild federation audit`. The chain shows that the log was edited, not by whom; whoever can write the file can also
 write all of it anew, so an operator who must answer for it copies the last seal to another place now and then.
 """
@@ -16,10 +16,10 @@ from typing import Any
 
 from filelock import FileLock
 
-from fedguild import chained
-from fedguild.errors import CheckpointError
-from fedguild.files import PRIVATE_FILE, make_folder
-from fedguild.layout import AUDIT
+from fedguild.core import chained
+from fedguild.core.errors import CheckpointError
+from fedguild.core.files import PRIVATE_FILE, make_folder
+from fedguild.core.layout import AUDIT
 
 
 class AuditLog:

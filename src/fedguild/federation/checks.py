@@ -16,8 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fedguild.config import load_config
-from fedguild.config.site import ServerSettings, SiteSettings
-from fedguild.errors import ConfigError, FedGuildError
+from fedguild.core.errors import ConfigError, FedGuildError
+from fedguild.federation.site import ServerSettings, SiteSettings
 
 FLWR = ("1.41", "1.42")
 CONNECT_SECONDS = 5.0

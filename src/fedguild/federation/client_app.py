@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fedguild.engines.flower import ipc
-from fedguild.engines.flower.adapter import make_client_app
-from fedguild.engines.flower.message import Message
 from fedguild.federation import WORK_FOLDER
+from fedguild.federation.flower import ipc
+from fedguild.federation.flower.adapter import make_client_app
+from fedguild.federation.flower.message import Message
 
 
 def forward(message: Message) -> Message:

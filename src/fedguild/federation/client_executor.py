@@ -10,11 +10,11 @@ import sys
 import threading
 from pathlib import Path
 
-from fedguild.engines.flower import bundle
-from fedguild.engines.flower.tasks import AGENT_APP, CLIENT_APP, Task, TaskSource, answer
+from fedguild.core.text import printable
 from fedguild.federation import templates
 from fedguild.federation.client_app import app
-from fedguild.text import printable
+from fedguild.federation.flower import bundle
+from fedguild.federation.flower.tasks import AGENT_APP, CLIENT_APP, Task, TaskSource, answer
 
 
 def main(address: str, secret: str) -> None:

@@ -9,10 +9,10 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from fedguild.config.site import ServerSettings, SiteSettings
-from fedguild.errors import FedGuildError
+from fedguild.core.errors import FedGuildError
+from fedguild.core.files import make_folder, write_text
 from fedguild.federation import SERVER_FOLDER, WORK_FOLDER, templates
-from fedguild.files import make_folder, write_text
+from fedguild.federation.site import ServerSettings, SiteSettings
 
 CONNECTION = "guild"
 """The name of the server in Flower's own config."""
@@ -79,10 +79,10 @@ def server_app(address: str, authority: Path | None, token_file: Path, parent: i
 
 
 def gateway(folder: Path, settings: ServerSettings) -> list[str]:
-    """Returns the command of the program that faces the clients (`fedguild.engines.flower.gateway`)."""
+    """Returns the command of the program that faces the clients (`fedguild.federation.flower.gateway`)."""
     base = folder.resolve()
     return [
-        *(sys.executable, "-m", "fedguild.engines.flower.gateway"),
+        *(sys.executable, "-m", "fedguild.federation.flower.gateway"),
         *("--host", settings.host, "--port", str(settings.port)),
         *("--certificate", str(base / settings.certificate), "--key", str(base / settings.key)),
         *("--authority", str(base / settings.ca_certificate), "--server", f"https://{_server_address(settings)}"),
@@ -120,8 +120,8 @@ def trainer(folder: Path) -> list[str]:
 
 
 def enrolment() -> list[str]:
-    """Returns the command that registers and revokes keys (`fedguild.engines.flower.enrolment`)."""
-    return [sys.executable, "-m", "fedguild.engines.flower.enrolment", CONNECTION]
+    """Returns the command that registers and revokes keys (`fedguild.federation.flower.enrolment`)."""
+    return [sys.executable, "-m", "fedguild.federation.flower.enrolment", CONNECTION]
 
 
 def start_run(folder: Path, ticket: str, *, stream: bool = True, round: int | None = None) -> list[str]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fedguild.engines.flower.message import Message
-from fedguild.engines.flower.transport import Node, NoReply, Transport
-from fedguild.layout import client_name
-from fedguild.progress import Note
-from fedguild.text import printable
+from fedguild.core.layout import client_name
+from fedguild.core.progress import Note
+from fedguild.core.text import printable
+from fedguild.federation.flower.message import Message
+from fedguild.federation.flower.transport import Node, NoReply, Transport
 
 
 class NotedTransport:

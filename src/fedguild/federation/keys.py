@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fedguild.errors import FedGuildError
-from fedguild.files import make_folder, write_text
+from fedguild.core.errors import FedGuildError
+from fedguild.core.files import make_folder, write_text
 
 
 def write_key(path: Path) -> Path:

@@ -14,10 +14,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fedguild.config.site import ServerSettings
-from fedguild.engines.flower.client_registry import RegisteredClient
-from fedguild.files import write_json
-from fedguild.layout import client_name
+from fedguild.core.files import write_json
+from fedguild.core.layout import client_name
+from fedguild.federation.flower.client_registry import RegisteredClient
+from fedguild.federation.site import ServerSettings
 
 FEWEST_COMPARED = 3
 """With fewer clients a median of their sizes says nothing about one of them."""

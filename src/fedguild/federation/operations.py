@@ -13,18 +13,18 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from fedguild.config.site import ServerSettings, load_server, load_site
-from fedguild.errors import FedGuildError
+from fedguild.core.errors import FedGuildError
+from fedguild.core.files import make_folder, write_json
+from fedguild.core.layout import CHECKPOINTS, CONFIG, MEMBERS, OUTCOMES, REGISTERED, RUN
+from fedguild.core.locking import holder
 from fedguild.federation import commands
 from fedguild.federation.audit import AuditLog
 from fedguild.federation.checks import is_loopback, require_none, server_faults, site_faults
 from fedguild.federation.processes import Child, watch
 from fedguild.federation.revocation import Revocations
+from fedguild.federation.site import ServerSettings, load_server, load_site
 from fedguild.federation.stopping import request_stop, stop_is_requested, withdraw_request
 from fedguild.federation.watchdog import Watchdog, dying_with_parent
-from fedguild.files import make_folder, write_json
-from fedguild.layout import CHECKPOINTS, CONFIG, MEMBERS, OUTCOMES, REGISTERED, RUN
-from fedguild.locking import holder
 
 START_SECONDS = 300.0
 """Time limit for a program that runs to answer: on a busy machine its imports alone can take more than a minute."""
@@ -32,9 +32,9 @@ STOP_SECONDS = 120.0
 ENROLMENT_SECONDS, FLOWER_SECONDS = 600.0, 120.0
 """Time limits for the registration of keys, and for one of Flower's own commands."""
 FLEET_PATH = "/v1/fleet/"
-"""The paths that the gateway forwards (`fedguild.engines.flower.gateway.FLEET`)."""
+"""The paths that the gateway forwards (`fedguild.federation.flower.gateway.FLEET`)."""
 UNKNOWN = "no key is registered"
-"""Said of a key that Flower does not know, by `fedguild.engines.flower.enrolment`."""
+"""Said of a key that Flower does not know, by `fedguild.federation.flower.enrolment`."""
 OUTCOME_SECONDS = 10.0
 """Time limit for the outcome of a finished run to appear on disk."""
 ALREADY_REGISTERED = "already"

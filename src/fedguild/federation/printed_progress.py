@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 
 class PrintedProgress:
-    """A `fedguild.progress.Progress` that prints."""
+    """A `fedguild.core.progress.Progress` that prints."""
 
     def stage(self, text: str) -> None:
         """Prints the stage."""

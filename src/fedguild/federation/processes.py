@@ -10,9 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fedguild.errors import FedGuildError
+from fedguild.core.errors import FedGuildError
+from fedguild.core.files import PRIVATE_FILE, make_folder
 from fedguild.federation.watchdog import Watchdog, dying_with_parent
-from fedguild.files import PRIVATE_FILE, make_folder
 
 TERMINATE_SECONDS = 8.0
 WATCH_SECONDS = 0.25

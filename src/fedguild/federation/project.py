@@ -11,16 +11,16 @@ from pathlib import Path
 import yaml
 
 from fedguild.config import Config, load_config
-from fedguild.config.site import SERVER_FILE, SITE_FILE
-from fedguild.errors import ConfigError, FedGuildError
+from fedguild.core.errors import ConfigError, FedGuildError
+from fedguild.core.files import make_folder, write_text
+from fedguild.core.layout import client_name
 from fedguild.federation import templates
 from fedguild.federation.commands import write_app
 from fedguild.federation.keys import write_key
-from fedguild.files import make_folder, write_text
-from fedguild.layout import client_name
+from fedguild.federation.site import SERVER_FILE, SITE_FILE
+from fedguild.runs.setup import check_config
+from fedguild.runs.tracking import check_trackers
 from fedguild.server.sampling import quorum_count
-from fedguild.setup import check_config
-from fedguild.tracking import check_trackers
 
 FIRST_NODE_PORT = 9094
 CONTROL_PORT = 9444

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fedguild.files import write_json
+from fedguild.core.files import write_json
 
 REVOKED = "revoked.json"
 

@@ -11,14 +11,14 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from fedguild.engines.flower.adapter import make_server_app
-from fedguild.errors import FedGuildError, StoppedError
+from fedguild.core.errors import FedGuildError, StoppedError
+from fedguild.core.files import write_json
+from fedguild.core.layout import OUTCOMES
 from fedguild.federation import SERVER_FOLDER
-from fedguild.files import write_json
-from fedguild.layout import OUTCOMES
+from fedguild.federation.flower.adapter import make_server_app
 
 if TYPE_CHECKING:
-    from fedguild.engines.flower.adapter import GridTransport
+    from fedguild.federation.flower.adapter import GridTransport
 
 FLOWERS_SERVER = ("fedguild.federation.server_executor",)
 """The program that started the round loop, and ends with the server."""
@@ -26,9 +26,9 @@ FLOWERS_SERVER = ("fedguild.federation.server_executor",)
 
 def main(transport: GridTransport, run_config: Mapping[str, Any]) -> None:
     """Runs the server's folder and writes the outcome for `fedguild federation run`."""
-    from fedguild.config.site import load_server
     from fedguild.federation.printed_progress import PrintedProgress
     from fedguild.federation.serving import serve
+    from fedguild.federation.site import load_server
     from fedguild.federation.watchdog import end_with_ancestors
 
     folder = Path(os.environ[SERVER_FOLDER])

@@ -18,12 +18,12 @@ from pathlib import Path
 
 import httpx
 
-from fedguild.engines.flower import bundle
-from fedguild.engines.flower.tasks import AGENT_APP, HEARTBEAT_SECONDS, SERVER_APP, Task, TaskSource
+from fedguild.core.files import write_text
 from fedguild.federation import commands, templates
 from fedguild.federation.audit import AuditLog
+from fedguild.federation.flower import bundle
+from fedguild.federation.flower.tasks import AGENT_APP, HEARTBEAT_SECONDS, SERVER_APP, Task, TaskSource
 from fedguild.federation.watchdog import dying_with_parent
-from fedguild.files import write_text
 
 END_SECONDS = 5.0
 

@@ -12,40 +12,36 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 import fedguild
-from fedguild import experiment as runs
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config, load_config, load_saved
-from fedguild.config.site import ServerSettings
+from fedguild.core.errors import CheckpointError, ConfigError, FedGuildError, QuorumError, UploadError
+from fedguild.core.layout import CHECKPOINTS, CONFIG, MEMBERS, MEMORY, RUN, UPLOADS, client_name
+from fedguild.core.locking import run_lock
+from fedguild.core.packing import pack
+from fedguild.core.payload import Payload
+from fedguild.core.progress import Progress, Silent
 from fedguild.data import Corpus, PartitionTable
-from fedguild.engines.flower.client_registry import POLL_SECONDS, ClientRegistry
-from fedguild.engines.flower.engine import FlowerEngine, Patience
-from fedguild.engines.flower.message import Message
-from fedguild.engines.flower.transport import Transport
-from fedguild.errors import CheckpointError, ConfigError, FedGuildError, QuorumError, UploadError
-from fedguild.evaluation.metrics import load_metrics
 from fedguild.export.weights import beyond_weights
 from fedguild.federation.audit import AuditLog
 from fedguild.federation.contacts import NotedTransport
+from fedguild.federation.flower.client_registry import POLL_SECONDS, ClientRegistry
+from fedguild.federation.flower.engine import FlowerEngine, Patience
+from fedguild.federation.flower.message import Message
+from fedguild.federation.flower.transport import Transport
 from fedguild.federation.members import Members
 from fedguild.federation.revocation import Revocations
+from fedguild.federation.schema import DeliverAnswer, ScoreAnswer, read_metadata
+from fedguild.federation.site import ServerSettings
 from fedguild.federation.stopping import stop_if_requested, withdraw_request
 from fedguild.federation.trainer_service import SCORES, model_digest, run_metadata
-from fedguild.layout import CHECKPOINTS, CONFIG, MEMBERS, MEMORY, RUN, UPLOADS, client_name
-from fedguild.locking import run_lock
+from fedguild.measuring.log.activity import ActivityLog
+from fedguild.measuring.log.records import EvaluationRecord
+from fedguild.measuring.scores.metrics import load_metrics
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
-from fedguild.packing import pack
-from fedguild.payload import Payload
-from fedguild.progress import Progress, Silent
-from fedguild.runs.activity import ActivityLog
-from fedguild.runs.log import EvaluationRecord
-from fedguild.server import checkpoint
-from fedguild.server.method import Method
-from fedguild.server.optimizer import without_momentum
-from fedguild.server.round import Outcome
-from fedguild.server.sampling import quorum_count
-from fedguild.setup import (
+from fedguild.runs import experiment as runs
+from fedguild.runs.setup import (
     Experiment,
     OwnScope,
     PreparedData,
@@ -60,7 +56,11 @@ from fedguild.setup import (
     run_identity,
     tell_fitted,
 )
-from fedguild.wire.schema import DeliverAnswer, ScoreAnswer, read_metadata
+from fedguild.server import checkpoint
+from fedguild.server.method import Method
+from fedguild.server.optimizer import without_momentum
+from fedguild.server.round import Outcome
+from fedguild.server.sampling import quorum_count
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Literal
 
 from fedguild.client.privacy_rules import PrivacyRules
-from fedguild.config.site import AcceptSettings
-from fedguild.engines.flower.message import Message
-from fedguild.errors import FedGuildError, UploadError
-from fedguild.files import write_json
-from fedguild.privacy.accounting import Release, epsilon
+from fedguild.core.errors import FedGuildError, UploadError
+from fedguild.core.files import write_json
+from fedguild.federation.flower.message import Message
+from fedguild.federation.site import AcceptSettings
+from fedguild.privacy.dp.accounting import Release, epsilon
 
 _DIGEST_CHARACTERS = 32
 

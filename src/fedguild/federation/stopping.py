@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import datetime
 from pathlib import Path
 
-from fedguild.errors import StoppedError
-from fedguild.files import write_json
+from fedguild.core.errors import StoppedError
+from fedguild.core.files import write_json
 
 STOP = "stop.json"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fedguild.config.site import load_site
-from fedguild.engines.flower import ipc
+from fedguild.federation.flower import ipc
+from fedguild.federation.site import load_site
 from fedguild.federation.trainer_service import TrainerService
 
 

@@ -22,38 +22,39 @@ from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.client.schedule import steps_in_round
 from fedguild.config import Config
 from fedguild.config.data import DataSettings
-from fedguild.config.site import SiteSettings
+from fedguild.core.accounting import size_bytes
+from fedguild.core.codec import decode, encode, shrink
+from fedguild.core.errors import ConfigError, FedGuildError, UploadError, nearest
+from fedguild.core.files import make_folder, write_bytes
+from fedguild.core.layout import MEMORY
+from fedguild.core.payload import Payload
+from fedguild.core.progress import Silent
 from fedguild.data import ClientData
 from fedguild.data.batches import encode as encode_example
 from fedguild.engines.client_report import ClientReport
-from fedguild.engines.flower.engine import read_payload
-from fedguild.engines.flower.message import Message
 from fedguild.engines.local import LocalEngine
 from fedguild.engines.private import PrivateEngine
-from fedguild.environment import installed
-from fedguild.errors import ConfigError, FedGuildError, UploadError, nearest
-from fedguild.evaluation.metrics import load_metrics
-from fedguild.export.run import export_own
+from fedguild.federation.flower.engine import read_payload
+from fedguild.federation.flower.message import Message
+from fedguild.federation.schema import MessageKind, Request, ScoreRequest, SecureRequest, read_metadata
 from fedguild.federation.secret import private_seed
+from fedguild.federation.site import SiteSettings
 from fedguild.federation.site_policy import RequestLog, SitePolicy, SumLog, Terms
-from fedguild.files import make_folder, write_bytes
-from fedguild.guarantee import rules_of
-from fedguild.layout import MEMORY
+from fedguild.measuring.scores.metrics import load_metrics
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
-from fedguild.payload import Payload
-from fedguild.privacy.accounting import IN_THE_CLEAR, epsilon
-from fedguild.privacy.ledger import FILE as LEDGER
-from fedguild.privacy.ledger import Ledger
-from fedguild.privacy.noise import Noise
-from fedguild.privacy.secret import run_secret
-from fedguild.progress import Silent
-from fedguild.scoring import score_clients
-from fedguild.secure.session import Session as SecureParameters
-from fedguild.server.engine import Engine, Task
-from fedguild.server.privacy_accounts import SLACK
-from fedguild.server.sampling import quorum_count
-from fedguild.setup import (
+from fedguild.privacy.dp.accounting import IN_THE_CLEAR, epsilon
+from fedguild.privacy.dp.ledger import FILE as LEDGER
+from fedguild.privacy.dp.ledger import Ledger
+from fedguild.privacy.dp.noise import Noise
+from fedguild.privacy.dp.secret import run_secret
+from fedguild.privacy.secure_sum.session import Session as SecureParameters
+from fedguild.runs.environment import installed
+from fedguild.runs.exporting import export_own
+from fedguild.runs.guarantee import rules_of
+from fedguild.runs.privacy_accounts import SLACK
+from fedguild.runs.scoring import score_clients
+from fedguild.runs.setup import (
     Experiment,
     PreparedData,
     budgets_of,
@@ -63,9 +64,8 @@ from fedguild.setup import (
     method_of,
     prepare_data,
 )
-from fedguild.wire.accounting import size_bytes
-from fedguild.wire.codec import decode, encode, shrink
-from fedguild.wire.schema import MessageKind, Request, ScoreRequest, SecureRequest, read_metadata
+from fedguild.server.engine import Engine, Task
+from fedguild.server.sampling import quorum_count
 
 if TYPE_CHECKING:
     from fedguild.engines.secure import SecureClients
@@ -388,7 +388,7 @@ class TrainerService:
         if not config.federation.secure:
             return None
         from fedguild.engines.secure import SecureClients
-        from fedguild.secure.keys import load_peers, load_private
+        from fedguild.privacy.secure_sum.keys import load_peers, load_private
 
         index = self.site.client
         identity = {index: load_private(self.folder / self.site.key)}

@@ -1,4 +1,4 @@
-"""The methods: one file or folder per paper, discovered automatically. Follows the server stage.
+"""The methods: one file or folder per paper, discovered automatically.
 
 Other packages register methods in the entry-point group `fedguild.methods`.
 """
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from fedguild.errors import ConfigError, nearest
-from fedguild.plugins import Plugins
+from fedguild.core.errors import ConfigError, nearest
+from fedguild.core.plugins import Plugins
 
 if TYPE_CHECKING:
     from fedguild.server.method import Method

@@ -30,9 +30,9 @@ from collections.abc import Mapping
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import activation_frequency, load_received, train
+from fedguild.core.payload import ADAPTER, ROUTING, Payload, with_part
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import ADAPTER, ROUTING, Payload, with_part
 from fedguild.server.aggregation import activation_weights
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.method import RUNNING_MEAN, Method, in_part

@@ -45,12 +45,12 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.held_out import mean_losses
 from fedguild.client.training import load_received, train
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import ADAPTER, Payload, with_part
+from fedguild.core.seeding import derive
 from fedguild.data.batches import Encoded
-from fedguild.errors import ConfigError
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.payload import ADAPTER, Payload, with_part
-from fedguild.seeding import derive
 from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts
 from fedguild.server.settings import Dropout, DropoutLoraSettings, Rank, Targets
 from fedguild.server.terms import Means, Terms, Upload, mean

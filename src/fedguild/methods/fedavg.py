@@ -28,9 +28,9 @@ from __future__ import annotations
 from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
+from fedguild.core.payload import Payload
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import Payload
 from fedguild.server.method import RUNNING_MEAN, Method
 from fedguild.server.settings import AveragingSettings, averaging_plan, fitting_averaging_defaults
 

@@ -37,9 +37,9 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
+from fedguild.core.payload import ADAPTER, Payload, Scalar, with_part
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.payload import ADAPTER, Payload, Scalar, with_part
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
 from fedguild.server.low_rank import Factors, by_module, stack

@@ -35,9 +35,9 @@ from pydantic import Field
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.payload import ADAPTER, Payload
 from fedguild.server.aggregation import truncate_rank
 from fedguild.server.limits import require_within_rank, require_within_top_k
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method

@@ -33,10 +33,10 @@ from pydantic import Field
 from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.model.adapters.soft_prompt import SoftPrompt
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import ADAPTER, Payload
 from fedguild.server.method import RUNNING_MEAN, Method, NotPrivate
 from fedguild.server.settings import MethodSettings
 from fedguild.server.terms import Terms, Upload, mean

@@ -33,10 +33,10 @@ from torch import Tensor
 from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
+from fedguild.core.payload import Payload
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import Payload
 from fedguild.server.method import RUNNING_MEAN, Method
 from fedguild.server.settings import AveragingSettings, averaging_plan, fitting_averaging_defaults
 

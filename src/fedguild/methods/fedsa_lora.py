@@ -32,11 +32,11 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.model.adapters.lora import DOWN, UP
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes, zero_adapter
 from fedguild.model.targets import leaf
-from fedguild.payload import ADAPTER, Payload
 from fedguild.server.limits import active_experts_of
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, in_part
 from fedguild.server.settings import DropoutLoraSettings, Rank, Weights

@@ -32,10 +32,10 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
+from fedguild.core.payload import ADAPTER, Payload
+from fedguild.core.seeding import new_seed, torch_rng
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
-from fedguild.payload import ADAPTER, Payload
-from fedguild.seeding import new_seed, torch_rng
 from fedguild.server.limits import active_experts_of
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method
 from fedguild.server.settings import DropoutLoraSettings, Weights

@@ -43,9 +43,9 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import activation_frequency, load_received, train
+from fedguild.core.payload import ADAPTER, ROUTING, Payload
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
-from fedguild.payload import ADAPTER, ROUTING, Payload
 from fedguild.server.aggregation import activation_weights
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Observation, in_part

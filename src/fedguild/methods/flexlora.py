@@ -35,9 +35,9 @@ import torch
 from torch.nn.functional import pad
 
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.payload import ADAPTER, Payload
 from fedguild.server.aggregation import truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, truncate, weighted_product

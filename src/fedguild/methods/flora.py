@@ -34,10 +34,10 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.fresh_adapter import ADAPTER_SEED, fresh_adapter, fresh_seed
 from fedguild.client.merge_ledger import VERSION
 from fedguild.client.training import train
+from fedguild.core.payload import Payload, Scalar
+from fedguild.core.seeding import new_seed
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
-from fedguild.payload import Payload, Scalar
-from fedguild.seeding import new_seed
 from fedguild.server.low_rank import weighted_product
 from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
 from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts

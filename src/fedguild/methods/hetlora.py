@@ -49,11 +49,11 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
+from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.info import ModelInfo
 from fedguild.model.on_device import kept_on_device
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
-from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.aggregation import Weight, pad_rank, rank_axis, truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import DOWN, UP, Factors, accurate, by_module

@@ -39,11 +39,11 @@ import torch
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
+from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.model.adapters.lora import DOWN, UP
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.model.targets import leaf
-from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.limits import active_experts_of
 from fedguild.server.method import RUNNING_MEAN, Method, in_part
 from fedguild.server.settings import DropoutLoraSettings, Weights

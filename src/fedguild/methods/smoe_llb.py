@@ -37,9 +37,9 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.load_balancing import LoadBalancing
 from fedguild.client.observing import observing
 from fedguild.client.training import load_received, trained_adapters
+from fedguild.core.payload import Payload
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import Payload
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.method import RUNNING_MEAN, Method, NotPrivate
 from fedguild.server.settings import Alpha, LoraSettings, Targets

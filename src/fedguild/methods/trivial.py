@@ -31,9 +31,9 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
+from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.aggregation import rank_axis
 from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, in_part
 from fedguild.server.settings import AnyRanksSettings, Targets

@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.import_utils import is_accelerate_available
 
+from fedguild.core.errors import ConfigError, ModelError
+from fedguild.core.payload import digest_of
 from fedguild.data.batches import Seq2Seq
-from fedguild.errors import ConfigError, ModelError
-from fedguild.heap import keep_freed_pages
 from fedguild.model.families import FAMILIES
 from fedguild.model.four_bit import four_bit_options, quantise_experts
 from fedguild.model.frozen_linear import speed_up_frozen_linears
+from fedguild.model.heap import keep_freed_pages
 from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.kernels.fused import fuse
 from fedguild.model.known import find_known, known_models
@@ -33,7 +34,6 @@ from fedguild.model.runtime import Runtime
 from fedguild.model.sharding import shard
 from fedguild.model.weight_changes import merged
 from fedguild.model.weight_files import LoadingReport, check_weights
-from fedguild.payload import digest_of
 
 _ATTENTION = {"self_attn", "attn", "SelfAttention", "EncDecAttention"}
 """Names of attention in a module path."""

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig
 from transformers.utils.import_utils import is_accelerate_available, is_bitsandbytes_available
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 
 OLDEST = "0.50.0"
 """Before this version, dequantised weights pile up under gradient checkpointing (bitsandbytes pull request 1999)."""

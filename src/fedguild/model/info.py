@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from fedguild.core.errors import ConfigError, ModelError
 from fedguild.data.batches import Seq2Seq
-from fedguild.errors import ConfigError, ModelError
 
 Routing = Literal["softmax", "sigmoid", "groups"]
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedguild.core.errors import ModelError
 from fedguild.data.batches import SlotBatch
-from fedguild.errors import ModelError
 from fedguild.model.backbone import Backbone
 from fedguild.model.packed_rows import ATTENTION, PackedRows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
 
 EMBEDDED = "embedded"
 ENGLISH = "english"

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.part import AdapterPart
 from fedguild.model.info import ModelInfo

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
 
-from fedguild.errors import ModelError
-from fedguild.hub import reach_hub
+from fedguild.core.errors import ModelError
+from fedguild.core.hub import reach_hub
 from fedguild.model.packaged import packaged
 
 _TOKENIZER_FILES = ("spiece.model", "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from fedguild.errors import ConfigError, FedGuildError, first_line
+from fedguild.core.errors import ConfigError, FedGuildError, first_line
 from fedguild.model.rank_watch import RankWatch
 
 TIMEOUT_SECONDS = 1800.0

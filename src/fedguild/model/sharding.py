@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
 from fedguild.model.ranks import Direction, Event, Ranks
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedguild.core.errors import ConfigError, ModelError
 from fedguild.data.batches import Seq2Seq, SlotBatch, padded
-from fedguild.errors import ConfigError, ModelError
 from fedguild.model.adapters.dropout import Dropout
 from fedguild.model.adapters.part import AdapterPart
 from fedguild.model.adapters.storage import SlotTensor

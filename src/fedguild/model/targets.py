@@ -6,7 +6,7 @@ shared experts), `router`, or `experts` (every projection of every expert).
 
 from __future__ import annotations
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 from fedguild.model.info import LinearInfo, ModelInfo, MoeInfo
 
 MOE_TARGETS = ("router", "experts")

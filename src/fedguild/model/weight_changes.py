@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
 from fedguild.model.folding import CHANGE
 from fedguild.model.info import ModelInfo
 from fedguild.model.sharding import own_part

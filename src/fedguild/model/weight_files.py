@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -10,14 +10,14 @@ from typing import Any
 
 import pandas
 
-from fedguild.errors import ConfigError, nearest
-from fedguild.evaluation.statistics import Spread, paired_difference, spread
+from fedguild.core.errors import ConfigError, nearest
+from fedguild.core.score_names import MEAN, MTAL, POOLED, RECEIVED, SCORES, TRAINED
+from fedguild.measuring.log.folder import BudgetFacts, Run
+from fedguild.measuring.scores.statistics import Spread, paired_difference, spread
 from fedguild.report import units
 from fedguild.report.costs import COSTS, Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
 from fedguild.report.tables import RunTable, run_table, size_of
-from fedguild.runs.folder import BudgetFacts, Run
-from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, SCORES, TRAINED
 
 _SAME_FLOPS = 0.01
 _PROTOCOLS = (

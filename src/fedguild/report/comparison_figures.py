@@ -12,6 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from fedguild.core.score_names import MEAN, MTAL, POOLED, RECEIVED, TRAINED
+from fedguild.measuring.log.folder import ClientScope, Run
 from fedguild.report import units
 from fedguild.report.comparison import ComparisonTable
 from fedguild.report.costs import client_totals
@@ -28,8 +30,6 @@ from fedguild.report.style import (
     to_svg,
     trend_limits,
 )
-from fedguild.runs.folder import ClientScope, Run
-from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, TRAINED
 
 _MOST_METHODS_LABELLED = 4
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas
 
-from fedguild.runs.folder import Run
+from fedguild.measuring.log.folder import Run
 
 
 @dataclass(frozen=True)

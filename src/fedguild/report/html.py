@@ -15,8 +15,18 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fedguild import __version__
-from fedguild.errors import CheckpointError
-from fedguild.files import write_text
+from fedguild.core.errors import CheckpointError
+from fedguild.core.files import write_text
+from fedguild.measuring.log.folder import Run, load_run
+from fedguild.measuring.log.index import (
+    COMPARISON_FILE,
+    REPORT_FILE,
+    SWEEP_FILE,
+    RunSummary,
+    find_pages,
+    find_runs,
+)
+from fedguild.measuring.log.standing import STATUS
 from fedguild.report import comparison_figures, figures, units
 from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.costs import Cost, budget_costs, client_totals, phase_seconds
@@ -27,16 +37,6 @@ from fedguild.report.style import FULL_WIDTH, following, wide_and_narrow
 from fedguild.report.summary import budget_title, comparison_summary, run_summary
 from fedguild.report.sweep import SweepTable
 from fedguild.report.tables import RunTable, privacy_grid, routing_grid, run_table, task_grid, training_grid
-from fedguild.runs.folder import Run, load_run
-from fedguild.runs.index import (
-    COMPARISON_FILE,
-    REPORT_FILE,
-    SWEEP_FILE,
-    RunSummary,
-    find_pages,
-    find_runs,
-)
-from fedguild.runs.standing import STATUS
 
 INDEX_FILE = "index.html"
 _MOST_OBSERVATIONS_SHOWN = 4

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from fedguild.measuring.log.records import ObservationRecord
 from fedguild.report.observations import Series
 from fedguild.report.style import (
     FULL_WIDTH,
@@ -27,7 +28,6 @@ from fedguild.report.style import (
     tilt_if_long,
     to_svg,
 )
-from fedguild.runs.log import ObservationRecord
 
 MOST_NAMED = 8
 """Rows beyond which the lines are thin and unnamed, and their mean stands out."""

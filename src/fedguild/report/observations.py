@@ -11,11 +11,11 @@ from typing import TypeVar
 
 import pandas
 
-from fedguild.errors import ConfigError, nearest
-from fedguild.evaluation.statistics import spread
+from fedguild.core.errors import ConfigError, nearest
+from fedguild.measuring.log.folder import Run
+from fedguild.measuring.log.records import ObservationRecord
+from fedguild.measuring.scores.statistics import spread
 from fedguild.report.grid import Cell, Grid, curves_grid, values_grid
-from fedguild.runs.folder import Run
-from fedguild.runs.log import ObservationRecord
 
 Kept = TypeVar("Kept")
 MOST_ROUNDS = 6

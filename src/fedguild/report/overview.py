@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from fedguild.files import write_text
+from fedguild.core.files import write_text
+from fedguild.core.score_names import MEANINGS
 from fedguild.report import units
 from fedguild.report.comparison import ComparisonTable
 from fedguild.report.grid import Cell, Grid
-from fedguild.score_names import MEANINGS
 
 OVERVIEW_FILE = "table.md"
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fedguild.evaluation.statistics import Spread
+from fedguild.core.score_names import MEAN, MTAL, TRAINED
+from fedguild.measuring.log.folder import BudgetFacts
+from fedguild.measuring.scores.statistics import Spread
 from fedguild.report import units
 from fedguild.report.comparison import ComparisonTable, MethodRow
 from fedguild.report.tables import RunTable
-from fedguild.runs.folder import BudgetFacts
-from fedguild.score_names import MEAN, MTAL, TRAINED
 
 
 def run_summary(table: RunTable) -> list[str]:

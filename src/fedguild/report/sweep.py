@@ -11,8 +11,10 @@ import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from fedguild.errors import ConfigError
-from fedguild.evaluation.statistics import Spread, half_width, paired_difference
+from fedguild.core.errors import ConfigError
+from fedguild.core.score_names import MEAN, MTAL, POOLED, RECEIVED, TRAINED
+from fedguild.measuring.log.folder import Run
+from fedguild.measuring.scores.statistics import Spread, half_width, paired_difference
 from fedguild.report import units
 from fedguild.report.comparison import MethodRow, compare
 from fedguild.report.grid import Cell, Grid
@@ -28,8 +30,6 @@ from fedguild.report.style import (
     tilt_if_long,
     to_svg,
 )
-from fedguild.runs.folder import Run
-from fedguild.score_names import MEAN, MTAL, POOLED, RECEIVED, TRAINED
 
 _SCORES = {
     MEAN: "mean over the budgets",

@@ -13,12 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fedguild.config.table import ROUNDS, Table, TableFigure
-from fedguild.evaluation.statistics import Spread, half_width, spread
+from fedguild.core.score_names import TITLES
+from fedguild.measuring.log.folder import Run
+from fedguild.measuring.scores.statistics import Spread, half_width, spread
 from fedguild.report.observations import observed_means
 from fedguild.report.style import MUTED, NARROW_WIDTH, gridlines, key_at, method_colours, styled, to_svg, trend_limits
 from fedguild.report.tables import run_table
-from fedguild.runs.folder import Run
-from fedguild.score_names import TITLES
 
 Panels = Mapping[str, Mapping[str, Sequence[Spread]]]
 """Panel -> line -> what is drawn over the seeds at every value of the figure's axis."""

@@ -9,13 +9,13 @@ from typing import Any
 
 import pandas
 
-from fedguild.layout import client_name
+from fedguild.core.layout import client_name
+from fedguild.core.score_names import SUMMARIES
+from fedguild.measuring.log.folder import MEANS, BudgetFacts, ClientScope, Run
+from fedguild.measuring.log.records import EvaluationRecord, RoutingRecord
 from fedguild.report import units
 from fedguild.report.costs import Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
-from fedguild.runs.folder import MEANS, BudgetFacts, ClientScope, Run
-from fedguild.runs.log import EvaluationRecord, RoutingRecord
-from fedguild.score_names import SUMMARIES
 
 _OWN_DATA: tuple[ClientScope, ...] = ("client", "received", "trained")
 """The scores of clients' models on their own data; before training, the first that a run has stands for all."""

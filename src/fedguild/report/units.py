@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fedguild.evaluation.statistics import Spread
+from fedguild.measuring.scores.statistics import Spread
 
 MISSING = "–"
 _SI_PREFIXES = ("", "k", "M", "G", "T", "P", "E")

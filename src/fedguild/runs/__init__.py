@@ -1,1 +1,6 @@
-"""A run's folder: `log` holds its records, `activity` its events; `folder` reads one run, `index` a line of many."""
+"""One run, from its config to its result, and grids of runs: `experiment` has the whole flow in one file.
+
+`setup` assembles a run from its config. `api` is the Python API, `results` its results. `callbacks` get the events of a
+run while it goes on, and `tracking` feeds experiment trackers. `scoring` and `recording` measure every round, and
+`exporting` writes a run's model in the formats of `fedguild.export`.
+"""

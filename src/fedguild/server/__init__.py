@@ -1,1 +1,1 @@
-"""Stage 6 of 9: server. Rounds: sampling, validation, aggregation, checkpoints and records."""
+"""Rounds: sampling, validation, aggregation and checkpoints."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fedguild.errors import UploadError
+from fedguild.core.errors import UploadError
 
 Weight = float | Tensor
 

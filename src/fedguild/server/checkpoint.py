@@ -23,11 +23,11 @@ from typing import Any
 from torch import Tensor
 
 from fedguild.client.merge_ledger import MERGE
-from fedguild.errors import CheckpointError, FedGuildError
-from fedguild.files import replacing
-from fedguild.packing import Scalar, pack, unpack, views
-from fedguild.payload import Payload
-from fedguild.sealed import read_sealed, remove_leftovers, write_sealed
+from fedguild.core.errors import CheckpointError, FedGuildError
+from fedguild.core.files import replacing
+from fedguild.core.packing import Scalar, pack, unpack, views
+from fedguild.core.payload import Payload
+from fedguild.core.sealed import read_sealed, remove_leftovers, write_sealed
 
 _SUFFIX = ".checkpoint"
 FORMAT, WITH_HISTORY = 2, 3

@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.model.info import ModelInfo
-from fedguild.payload import ADAPTER, Payload
 from fedguild.server.method import Observation
 from fedguild.server.terms import Upload
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
-from fedguild.errors import CheckpointError, DivergedError
-from fedguild.payload import Payload
+from fedguild.core.errors import CheckpointError, DivergedError
+from fedguild.core.payload import Payload
 from fedguild.server.guard import not_finite
 from fedguild.server.round import Outcome
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import LocalReport
+from fedguild.core.payload import Payload
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import Payload
 from fedguild.server.method import Method
 
 

@@ -26,10 +26,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fedguild.errors import QuorumError, UploadError
-from fedguild.files import make_folder, write_bytes
-from fedguild.packing import pack, unpack
-from fedguild.payload import ADAPTER, Payload
+from fedguild.core.errors import QuorumError, UploadError
+from fedguild.core.files import make_folder, write_bytes
+from fedguild.core.packing import pack, unpack
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.server.method import Method
 from fedguild.server.terms import Upload
 from fedguild.server.validation import unusable

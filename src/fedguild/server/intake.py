@@ -10,8 +10,11 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import cast
 
-from fedguild.errors import NotFiniteError, UploadError
-from fedguild.payload import Payload
+from fedguild.core.accounting import count_traffic, size_bytes
+from fedguild.core.codec import shrunk_shapes
+from fedguild.core.errors import NotFiniteError, UploadError
+from fedguild.core.payload import Payload
+from fedguild.core.text import printable
 from fedguild.server.diagnosis import Diagnosis
 from fedguild.server.divergence import require_finite_uploads
 from fedguild.server.engine import Delivery, Task, Wait
@@ -23,9 +26,6 @@ from fedguild.server.sampling import require_quorum
 from fedguild.server.secure_round import Peers, SecureAggregation
 from fedguild.server.terms import Upload
 from fedguild.server.validation import check_size, check_upload, unusable
-from fedguild.text import printable
-from fedguild.wire.accounting import count_traffic, size_bytes
-from fedguild.wire.codec import shrunk_shapes
 
 NOTHING = "nothing was delivered"
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedguild.client.budget import Budget
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 from fedguild.model.info import ModelInfo
 
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merge_ledger import DIGEST, FOLDED, MERGE, VERSION, by_version, digest, merge_version
+from fedguild.core.packing import pack
+from fedguild.core.payload import Payload, Scalar, with_part
 from fedguild.model.folding import CHANGE, dense_sizes, folded
-from fedguild.packing import pack
-from fedguild.payload import Payload, Scalar, with_part
 from fedguild.server.low_rank import Factors, named
 from fedguild.server.terms import Upload
 

@@ -42,13 +42,13 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.merge_ledger import MERGE, VERSION, up_to
 from fedguild.client.training import load_received, train
 from fedguild.config.privacy import Unit
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import ADAPTER, Payload, Scalar
+from fedguild.core.seeding import torch_rng
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.model.shapes_only import ShapesOnly
-from fedguild.payload import ADAPTER, Payload, Scalar
-from fedguild.secure.form import Form
-from fedguild.seeding import torch_rng
+from fedguild.privacy.secure_sum.form import Form
 from fedguild.server.settings import fitting_defaults
 from fedguild.server.terms import Means, RunningMeans, Terms, Upload, form_of, mean
 from fedguild.server.validation import Bound

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from fedguild.payload import ADAPTER, Payload, with_part
+from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.server.method import Method
 
 MOMENTUM = "server_momentum"

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fedguild.errors import UploadError
-from fedguild.payload import ADAPTER, Payload, digest_of, with_part
-from fedguild.privacy.clipping import clipped, with_noise
-from fedguild.privacy.noise import Noise
+from fedguild.core.errors import UploadError
+from fedguild.core.payload import ADAPTER, Payload, digest_of, with_part
+from fedguild.privacy.dp.clipping import clipped, with_noise
+from fedguild.privacy.dp.noise import Noise
 from fedguild.server.guard import Reject
 from fedguild.server.method import Method
 from fedguild.server.terms import Upload

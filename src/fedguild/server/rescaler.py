@@ -9,9 +9,9 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fedguild.core.payload import Payload
 from fedguild.model.adapters.output_scale import SHARED, OutputScale
 from fedguild.model.adapters.part import AdapterPart
-from fedguild.payload import Payload
 from fedguild.server.method import Observation
 
 Value = TypeVar("Value")

@@ -9,16 +9,16 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.config.federation import FederationSettings
+from fedguild.core.accounting import Traffic
+from fedguild.core.payload import Payload
+from fedguild.core.progress import Note, unnoted
 from fedguild.model.info import ModelInfo
-from fedguild.payload import Payload
-from fedguild.progress import Note, unnoted
 from fedguild.server.clock import Clock
 from fedguild.server.engine import Delivery, Engine
 from fedguild.server.guard import Guard
 from fedguild.server.method import Method, Observation
 from fedguild.server.private_mean import PrivateMean
 from fedguild.server.secure_round import SecureAggregation
-from fedguild.wire.accounting import Traffic
 
 Again = Callable[[int, Sequence[ClientInfo]], Sequence[ClientInfo]]
 """Round and clients -> those of them that may be asked once more."""

@@ -7,7 +7,7 @@ from contextlib import closing
 
 from fedguild.client.budget import ClientInfo
 from fedguild.config.federation import wanted_count
-from fedguild.payload import Payload
+from fedguild.core.payload import Payload
 from fedguild.server.divergence import require_finite
 from fedguild.server.engine import Task
 from fedguild.server.intake import Intake

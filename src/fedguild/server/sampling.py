@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from fedguild.client.budget import ClientInfo
 from fedguild.config.federation import wanted_count
-from fedguild.errors import ConfigError, QuorumError
-from fedguild.seeding import numpy_rng
+from fedguild.core.errors import ConfigError, QuorumError
+from fedguild.core.seeding import numpy_rng
 
 ROUNDING_SLACK = 1e-9
 """The excess over a whole number up to which a share times a count is not rounded up."""

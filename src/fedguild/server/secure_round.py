@@ -19,21 +19,21 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
-from fedguild.errors import FedGuildError, QuorumError, UploadError
+from fedguild.core.accounting import Traffic, size_bytes
+from fedguild.core.errors import FedGuildError, QuorumError, UploadError
+from fedguild.core.payload import Payload
 from fedguild.model.info import ModelInfo
-from fedguild.payload import Payload
-from fedguild.secure.fixed_point import LARGEST_VALUE, Means
-from fedguild.secure.form import Contribution, Form, LinearMean
-from fedguild.secure.session import STEPS, Arrays, Session, Step, Unheld
+from fedguild.privacy.secure_sum.fixed_point import LARGEST_VALUE, Means
+from fedguild.privacy.secure_sum.form import Contribution, Form, LinearMean
+from fedguild.privacy.secure_sum.session import STEPS, Arrays, Session, Step, Unheld
 from fedguild.server.guard import LARGEST_VALUE as LARGEST_SENT
 from fedguild.server.method import Method, secure_form
 from fedguild.server.terms import CLIENTS, EXAMPLES, Contributor, OpenedMeans, Upload
 from fedguild.server.validation import Bound, check_upload, unusable
-from fedguild.wire.accounting import Traffic, size_bytes
 
 if TYPE_CHECKING:
-    from fedguild.secure.keys import PublicKey
-    from fedguild.secure.server import ServerSession
+    from fedguild.privacy.secure_sum.keys import PublicKey
+    from fedguild.privacy.secure_sum.server import ServerSession
 
 PART, DISCLOSED = "secure", "disclosed"
 """The parts of the messages: the protocol's arrays, and what goes in the clear."""
@@ -122,7 +122,7 @@ class SecureAggregation:
             QuorumError: too few clients are left, or the sums are not what honest clients' are; nothing was opened but
                 sums.
         """
-        from fedguild.secure.server import ServerSession
+        from fedguild.privacy.secure_sum.server import ServerSession
 
         own, changes = secure_form(method, model, self.budgets, round)
         form = whole_form(own, model) if self.reported else own

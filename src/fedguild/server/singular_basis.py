@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort
+from fedguild.core.payload import ADAPTER
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.payload import ADAPTER
 from fedguild.server.low_rank import Factors, by_module, named
 
 DEPENDENT = 1e-5

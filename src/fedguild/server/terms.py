@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
-from fedguild.payload import Payload
-from fedguild.secure.form import Contribution, Floats, Form, LinearMean
+from fedguild.core.payload import Payload
+from fedguild.privacy.secure_sum.form import Contribution, Floats, Form, LinearMean
 from fedguild.server.aggregation import Weight, WeightedMean, pad_rank, rank_axis
 
 if TYPE_CHECKING:
-    from fedguild.secure.fixed_point import Means as Opened
+    from fedguild.privacy.secure_sum.fixed_point import Means as Opened
 
 EXAMPLES = "examples"
 """The weight n_i of a client, its number of examples."""

@@ -9,7 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from fedguild.client.budget import Budget
-from fedguild.payload import ADAPTER, Payload
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.server.terms import Upload, weight_of
 
 

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedguild.errors import NotFiniteError, UploadError
-from fedguild.layout import client_name
-from fedguild.payload import Payload, Scalar
-from fedguild.text import printable
+from fedguild.core.errors import NotFiniteError, UploadError
+from fedguild.core.layout import client_name
+from fedguild.core.payload import Payload, Scalar
+from fedguild.core.text import printable
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that an upload's tensors may have; the server computes in fp32."""
@@ -32,7 +32,7 @@ class Envelope:
     """The metadata of an upload that has not been decoded.
 
     Attributes:
-        run: The identity of its run, copied from the task (`fedguild.setup.run_identity`).
+        run: The identity of its run, copied from the task (`fedguild.runs.setup.run_identity`).
         round: The round of the task that it answers, from 1.
         client: The index of its client.
         size_bytes: Length of the encoded payload.

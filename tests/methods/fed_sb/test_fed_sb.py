@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from fedguild.config.training import TrainingSettings
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import Payload, with_part
+from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded, collate
 from fedguild.engines.local import LocalEngine
-from fedguild.errors import ConfigError
 from fedguild.export.weights import folded
 from fedguild.methods import build_method
 from fedguild.methods.fed_sb import FedSB, initial_factors
@@ -21,12 +23,10 @@ from fedguild.methods.fed_sb.sketch import probes, rebuilt
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.model.targets import targeted_shapes
-from fedguild.payload import Payload, with_part
-from fedguild.seeding import torch_rng
 from fedguild.server.engine import Task
 from fedguild.server.method import Upload
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
-from tests.costs.test_flops import OLMOE
+from tests.measuring.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 from tests.oracles.fed_sb import sketched_gradient, start, update, weighted_mean
 from tests.oracles.sketches import weight_gradients

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedguild.core.errors import ConfigError
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import ConfigError
 from fedguild.methods.fed_sb.full_linears import FullLinears
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan, trainable_shapes

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedguild.core.seeding import torch_rng
 from fedguild.methods.fed_sb.singular_vectors import leading, random_orthonormal
 from fedguild.methods.fed_sb.sketch import reconstructed
-from fedguild.seeding import torch_rng
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

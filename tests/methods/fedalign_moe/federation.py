@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fedguild.core.payload import Payload
 from fedguild.methods.fedalign_moe import FedAlignMoe, FedAlignMoeSettings
 from fedguild.model.backbone import Backbone
-from fedguild.payload import Payload
 from fedguild.server.method import Upload
 from tests.methods.federation import LARGE, Federation, client, random_tensors, upload
 

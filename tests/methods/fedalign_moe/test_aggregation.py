@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.core.seeding import torch_rng
 from fedguild.methods.fedalign_moe import aggregation as region
 from fedguild.methods.fedalign_moe.parts import expert_vectors, from_expert_vectors
 from fedguild.methods.fedalign_moe.uploads import RegionUploads, Spool
-from fedguild.seeding import torch_rng
 from tests.oracles import fedalign_moe as oracle
 
 

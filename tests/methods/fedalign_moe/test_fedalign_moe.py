@@ -12,9 +12,11 @@ from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.observing import observing
 from fedguild.config.training import TrainingSettings
+from fedguild.core.codec import decode, encode
+from fedguild.core.errors import ConfigError, ModelError, UploadError
+from fedguild.core.payload import Payload, with_part
 from fedguild.data.batches import Encoded, collate
 from fedguild.engines.local import LocalEngine
-from fedguild.errors import ConfigError, ModelError, UploadError
 from fedguild.methods import build_method
 from fedguild.methods.fedalign_moe import FedAlignMoe
 from fedguild.methods.fedalign_moe.regulariser import LayerTarget
@@ -22,11 +24,9 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
 from fedguild.model.plan import trainable_shapes
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload, with_part
 from fedguild.server.engine import Task
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
-from fedguild.wire.codec import decode, encode
 from tests.backbones import PAD, random_rows, tiny_backbone
 from tests.methods.fedalign_moe.federation import EXPERTS, GATES, LAYERS, fedalign, federation_of, random_round
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors

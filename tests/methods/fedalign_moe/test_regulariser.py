@@ -12,6 +12,8 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.observing import observing
 from fedguild.config.training import TrainingSettings
+from fedguild.core.payload import Payload
+from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded
 from fedguild.methods.fedalign_moe.measuring import RoutingProfile, measure_routing, sample_rows
 from fedguild.methods.fedalign_moe.regulariser import LayerTarget, Regulariser, adaptive_weights, top_k_mask
@@ -21,8 +23,6 @@ from fedguild.model.info import MoeInfo
 from fedguild.model.moe.view import Routing
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
-from fedguild.seeding import torch_rng
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone
 from tests.oracles import fedalign_moe as oracle
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from fedguild.config import tables
+from fedguild.core.payload import Payload
 from fedguild.model.backbone import Backbone
-from fedguild.payload import Payload
 from fedguild.server.method import Upload
 from tests.methods.fedalign_moe.federation import (
     EXPERTS,

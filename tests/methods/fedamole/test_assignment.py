@@ -10,10 +10,10 @@ import scipy.optimize
 import torch
 from torch import Tensor
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
+from fedguild.core.seeding import numpy_rng, torch_rng
 from fedguild.methods.fedamole import assignment
 from fedguild.methods.fedamole.assignment import AssignmentRules, assign_experts, selection_probability
-from fedguild.seeding import numpy_rng, torch_rng
 from tests.oracles import fedamole as oracle
 
 PAPER = AssignmentRules(fewest=2, most=8, clients_per_expert=2)

@@ -8,8 +8,8 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from fedguild.core.seeding import numpy_rng
 from fedguild.methods.fedamole.embedding_privacy import privatised
-from fedguild.seeding import numpy_rng
 
 DRAWS = 4000
 FREE = 1e9

@@ -13,19 +13,19 @@ from torch import Tensor
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.config import tables
 from fedguild.config.training import TrainingSettings
+from fedguild.core.codec import decode, encode
+from fedguild.core.errors import ConfigError, UploadError
+from fedguild.core.payload import Payload
 from fedguild.data.batches import collate
 from fedguild.engines.local import LocalEngine
-from fedguild.errors import ConfigError, UploadError
 from fedguild.methods import build_method
 from fedguild.methods.fedamole import FedAMoLE, FedAMoLESettings
 from fedguild.methods.fedamole.pool import COMMON, EXPERT, EXPERTS, TOKEN, Pool, held_experts, relative_change
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
 from fedguild.server.engine import Task
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
-from fedguild.wire.codec import decode, encode
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, SETTINGS, Federation, client
 from tests.oracles import fedamole as oracle

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from fedguild.core.errors import ConfigError, ModelError
+from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import ConfigError, ModelError
 from fedguild.methods.fedamole.mixture import MixtureOfLora
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
-from fedguild.seeding import torch_rng
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.oracles.mole import LoopedModel
 

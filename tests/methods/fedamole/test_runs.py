@@ -9,18 +9,18 @@ from statistics import fmean
 import pytest
 import torch
 
-from fedguild import experiment
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import load_config
-from fedguild.errors import ConfigError
+from fedguild.core.accounting import count_traffic
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import Payload
+from fedguild.core.seeding import torch_rng
+from fedguild.measuring.log.records import EvaluationRecord, ObservationRecord, RunLog
 from fedguild.methods import build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo
-from fedguild.payload import Payload
-from fedguild.runs.log import EvaluationRecord, ObservationRecord, RunLog
-from fedguild.seeding import torch_rng
-from fedguild.wire.accounting import count_traffic
-from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, small_settings
+from fedguild.runs import experiment
+from tests.runs.runs import Killed, assert_same, ended, kill_at, save_model, small_settings
 
 MEBIBYTE = 2**20
 OPTIONS = (
@@ -36,7 +36,7 @@ OPTIONS = (
 
 @pytest.fixture(autouse=True)
 def _plain_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_a_run_leaves_the_backbone_as_it_was(folders: dict[str, Path], tmp_path:
     prepared = experiment.prepare(config, tmp_path / "prepared")
     before = prepared.backbone.fingerprint()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.experiment.prepare", lambda *_: prepared)
+        patch.setattr("fedguild.runs.experiment.prepare", lambda *_: prepared)
         experiment.run(config, tmp_path / "prepared")
     assert prepared.backbone.fingerprint() == before
 

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort, LocalWork
+from fedguild.core.codec import decode, encode
+from fedguild.core.errors import ConfigError, ModelError, UploadError
+from fedguild.core.payload import Payload
+from fedguild.core.seeding import numpy_rng, torch_rng
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import ConfigError, ModelError, UploadError
 from fedguild.methods import build_method
 from fedguild.methods.fedavg import FedAvg, FedAvgSettings
 from fedguild.methods.fedmoe import FedMoe, FedMoeSettings
@@ -21,11 +24,8 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
-from fedguild.seeding import numpy_rng, torch_rng
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
-from fedguild.wire.codec import decode, encode
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client
 from tests.oracles import fedmoe as oracle

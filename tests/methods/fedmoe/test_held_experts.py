@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedguild.core.errors import ConfigError, ModelError
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import ConfigError, ModelError
 from fedguild.methods.fedmoe.held_experts import HeldExperts
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedguild.core.payload import Payload
 from fedguild.methods.fedmoe import FedMoeSettings, adjust, fit
 from fedguild.methods.fedmoe.fitting import Limits
 from fedguild.methods.fedmoe.sub_moes import FROZEN, SEARCHING, TRYING, SubMoes
-from fedguild.payload import Payload
 
 LAYER, EXPERTS = "layer.experts", 4
 WHOLE, HALF = Limits([1], [1], 4), Limits([1], [1], 2)

@@ -7,13 +7,13 @@ import torch
 
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.config.training import TrainingSettings
+from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded
 from fedguild.methods.fedmoe.validation import validate
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, client
 from tests.oracles.lora import MergedModel

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.config.training import TrainingSettings
+from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.methods.pfl_moe import gate
 from fedguild.methods.pfl_moe.gate import GateSettings, LogitGates, train_gates
@@ -18,7 +19,6 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, client
 from tests.oracles import pfl_moe as oracle

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedguild.core.errors import ConfigError
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import ConfigError
-from fedguild.evaluation.likelihood import Candidates, collate_candidates, collate_singles
+from fedguild.measuring.scores.likelihood import Candidates, collate_candidates, collate_singles
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture, doubled, gate_values, mixed
 from fedguild.methods.pfl_moe.prompt_features import prompt_features
 from fedguild.model.adapters.lora import Lora

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded, collate
 from fedguild.engines.local import LocalEngine
-from fedguild.errors import ConfigError
 from fedguild.export.weights import beyond_weights
 from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT, FedITSettings
@@ -18,7 +19,6 @@ from fedguild.methods.pfl_moe import PflMoe, PflMoeSettings
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
-from fedguild.payload import Payload
 from fedguild.server.engine import Task
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client, upload

@@ -9,20 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild import experiment, layout
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.core import layout
+from fedguild.core.accounting import bytes_by_part, size_bytes
+from fedguild.core.packing import pack, unpack
+from fedguild.core.payload import ADAPTER, Payload, with_part
+from fedguild.measuring.log.records import ClientRecord, RunLog
 from fedguild.methods.ub_smoe import UbSmoe, UbSmoeSettings
 from fedguild.methods.ub_smoe.names import PHI, PSEUDO_GRADIENT
 from fedguild.model.backbone import Backbone, describe_config
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import trainable_shapes
-from fedguild.packing import pack, unpack
-from fedguild.payload import ADAPTER, Payload, with_part
-from fedguild.runs.log import ClientRecord, RunLog
+from fedguild.runs import experiment
 from fedguild.server import checkpoint
-from fedguild.wire.accounting import bytes_by_part, size_bytes
-from tests.experiment.runs import Killed, assert_same, ended, kill_at, save_model, small_config
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
+from tests.runs.runs import Killed, assert_same, ended, kill_at, save_model, small_config
 
 MIB = 2**20
 WITHOUT = "training/without_pseudo_gradient"
@@ -130,8 +131,8 @@ def test_with_a_codec_that_rounds_the_buffer_is_sent_to_all(
     codec: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a client could derive would be the rounding of Theta over eta Gamma; both settings are one run."""
-    monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
-    monkeypatch.setattr("fedguild.wire.codec.SMALLEST_SHRUNK", 1)
+    monkeypatch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("fedguild.core.codec.SMALLEST_SHRUNK", 1)
     few = (f"federation.wire_dtype={codec}", "evaluation.max_examples=2", "federation.rounds=3")
     model, traffic = save_model(tmp_path / "model"), []
     for mode in ("when_needed", "always"):
@@ -167,7 +168,7 @@ def test_a_checkpoint_changes_no_bit(olmoe_backbone: Backbone, tmp_path: Path) -
 @pytest.mark.long
 def test_a_killed_run_resumes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the clients a round; killed in round 3, after one of them kept its memory of that round."""
-    monkeypatch.setattr("fedguild.experiment.write_report", lambda folder: folder / "report.html")
+    monkeypatch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
     half = ("federation.client_fraction=0.5", "federation.cohort_size=1", "evaluation.max_examples=2", "name=half")
     config = small_config(save_model(tmp_path / "model"), *half, base="ub-smoe/tiny-tasks")
     experiment.run(config, tmp_path / "whole")

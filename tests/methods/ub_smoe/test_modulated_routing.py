@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedguild.core.errors import ConfigError, ModelError
 from fedguild.data.batches import Encoded, collate
-from fedguild.errors import ConfigError, ModelError
 from fedguild.methods.ub_smoe.modulated_routing import ModulatedChooser, ModulatedRouting
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone

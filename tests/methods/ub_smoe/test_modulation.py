@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
+from fedguild.core.payload import Payload
 from fedguild.methods.ub_smoe import UbSmoe
 from fedguild.methods.ub_smoe.modulation import Range, modulate, next_modulation, target_modulation
-from fedguild.payload import Payload
 from fedguild.server.terms import RunningMeans, Upload
 from tests.oracles import ub_smoe as oracle
 from tests.server.test_utilisation import RATES

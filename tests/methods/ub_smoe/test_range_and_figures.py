@@ -9,8 +9,8 @@ import torch
 
 from fedguild.client.memory import ClientMemory
 from fedguild.config import tables
+from fedguild.core.payload import Payload
 from fedguild.methods import build_method
-from fedguild.payload import Payload
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 

@@ -12,16 +12,16 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.config.training import TrainingSettings
+from fedguild.core.errors import ConfigError, ModelError
+from fedguild.core.payload import ADAPTER, Payload, with_part
+from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded
-from fedguild.errors import ConfigError, ModelError
 from fedguild.methods import build_method
 from fedguild.methods.ub_smoe import UbSmoe, UbSmoeSettings
 from fedguild.methods.ub_smoe.names import PHI, PSEUDO_GRADIENT, UTILISATION
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.slots import SlotModel
-from fedguild.payload import ADAPTER, Payload, with_part
-from fedguild.seeding import torch_rng
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
 from tests.backbones import random_rows, tiny_backbone

@@ -1,4 +1,4 @@
-"""Stage 2 of 9: data, the corpora. A file per dataset family; `registry` loads any by its name.
+"""The corpora: a file per dataset family; `registry` loads any by its name.
 
 To add one, write a module with a `read(source, template, **options)` that yields the examples of one split, and declare
 it with `SPEC = CorpusSpec(...)`. A module in this folder is named by its file, one of another package by its entry

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from fedguild.core.errors import DataError
 from fedguild.data.corpora.source import HubDataset, Source, split_paths
 from fedguild.data.corpora.spec import CorpusSpec
 from fedguild.data.corpora.table import Table, read_file, read_table, text
 from fedguild.data.example import Example
 from fedguild.data.prompts import render
-from fedguild.errors import DataError
 
 Label = Literal["task", "answer"]
 SETS = (

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fedguild.core.errors import DataError
 from fedguild.data.corpora.table import require_text
-from fedguild.errors import DataError
 
 
 def read_document(path: Path, keys: Iterable[str]) -> dict[str, Any]:

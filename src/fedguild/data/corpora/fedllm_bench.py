@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from fedguild.core.errors import DataError
 from fedguild.data.corpora.document import read_document
 from fedguild.data.corpora.source import HubDataset, Source, require_split_paths
 from fedguild.data.corpora.spec import CorpusSpec
 from fedguild.data.corpora.table import text
 from fedguild.data.example import Example
 from fedguild.data.prompts import render
-from fedguild.errors import DataError
 
 
 def read(source: Source, template: str) -> Iterator[Example]:

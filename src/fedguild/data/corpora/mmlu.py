@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fedguild.core.errors import DataError
 from fedguild.data.corpora.source import HubDataset, Source, is_split
 from fedguild.data.corpora.spec import CorpusSpec, choice_example
 from fedguild.data.corpora.table import Row, Table, read_file, read_table, text
 from fedguild.data.example import Example
 from fedguild.data.prompts import render
-from fedguild.errors import DataError
 
 LETTERS = ("A", "B", "C", "D")
 _CHOICE_COLUMNS = ("choice0", "choice1", "choice2", "choice3")

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+from fedguild.core.errors import DataError
 from fedguild.data.corpora.document import read_document
 from fedguild.data.corpora.source import HubDataset, Source
 from fedguild.data.corpora.spec import CorpusSpec
 from fedguild.data.corpora.table import read_table, text
 from fedguild.data.example import Example
 from fedguild.data.prompts import render
-from fedguild.errors import DataError
 
 Label = Literal["task", "category"]
 

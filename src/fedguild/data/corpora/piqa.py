@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fedguild.core.errors import DataError
 from fedguild.data.corpora.source import HubDataset, Source, require_split_paths
 from fedguild.data.corpora.spec import CorpusSpec, choice_example
 from fedguild.data.corpora.table import Table, read_table, text
 from fedguild.data.example import Example
 from fedguild.data.prompts import render
-from fedguild.errors import DataError
 
 
 def _labels(table: Table, path: Path) -> list[Any]:

@@ -9,15 +9,15 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from fedguild.core.errors import DataError, nearest
+from fedguild.core.plugins import Plugins
+from fedguild.core.seeding import numpy_rng
 from fedguild.data.corpora.source import HubDataset, Source, first_split, is_split, locate
 from fedguild.data.corpora.spec import CorpusSpec
 from fedguild.data.corpora.table import hub_splits
 from fedguild.data.example import Corpus, Example
 from fedguild.data.prompts import check_template
 from fedguild.data.sampling import sample
-from fedguild.errors import DataError, nearest
-from fedguild.plugins import Plugins
-from fedguild.seeding import numpy_rng
 
 
 def _accepted(name: str, loaded: object) -> CorpusSpec:

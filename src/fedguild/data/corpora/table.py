@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fedguild.core.errors import DataError, first_line
+from fedguild.core.hub import reach_hub
 from fedguild.data.corpora.source import (
     TABLE_SUFFIXES,
     HubDataset,
@@ -22,8 +24,6 @@ from fedguild.data.corpora.source import (
     first_split,
     require_split_paths,
 )
-from fedguild.errors import DataError, first_line
-from fedguild.hub import reach_hub
 
 Row = dict[str, Any]
 Headerless = Callable[[list[str]], tuple[str, ...] | None]

@@ -50,7 +50,9 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
 from fedguild.config.privacy import Unit
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import ADAPTER, Payload, Scalar, with_part
+from fedguild.core.seeding import new_seed, torch_rng
 from fedguild.methods.fed_sb.basis import BASIS, HOLDERS, LOST, Holders, basis_of
 from fedguild.methods.fed_sb.gradient import GRADIENT, full_weight_plan, mean_gradients, mean_upload
 from fedguild.methods.fed_sb.singular_vectors import leading, random_orthonormal
@@ -59,8 +61,6 @@ from fedguild.model.adapters.lora import DOWN, MIDDLE, UP, Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
 from fedguild.model.targets import targeted_shapes
-from fedguild.payload import ADAPTER, Payload, Scalar, with_part
-from fedguild.seeding import new_seed, torch_rng
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
 from fedguild.server.method import Deployment, Method, ServerCosts, in_part

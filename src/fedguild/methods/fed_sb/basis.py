@@ -7,7 +7,7 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import LocalWork
-from fedguild.payload import ADAPTER, Payload
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.server.terms import Upload
 
 BASIS = "basis"

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from fedguild.client.cohort import Cohort
+from fedguild.core.seeding import torch_rng
 from fedguild.model.adapters.lora import DOWN, UP, Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.targets import targeted_shapes
-from fedguild.seeding import torch_rng
 from fedguild.server.low_rank import Factors
 
 

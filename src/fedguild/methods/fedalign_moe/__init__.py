@@ -51,6 +51,7 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.observing import observing
+from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.methods.fedalign_moe import aggregation as region
 from fedguild.methods.fedalign_moe.measuring import RoutingProfile, measure_routing
 from fedguild.methods.fedalign_moe.observations import FIGURES, expert_figures, observations, reference_figures
@@ -64,7 +65,6 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.part import AdapterPart
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
-from fedguild.payload import ADAPTER, Payload, with_part
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, in_part

@@ -17,10 +17,10 @@ from torch import Tensor
 from fedguild.client.cohort import Cohort
 from fedguild.client.observing import observing
 from fedguild.client.router_means import probabilities
+from fedguild.core.seeding import numpy_rng
 from fedguild.data.batches import Encoded
 from fedguild.model.info import MoeInfo
 from fedguild.model.moe.view import Routing
-from fedguild.seeding import numpy_rng
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from fedguild.core.payload import Payload
 from fedguild.model.info import ModelInfo
-from fedguild.payload import Payload
 from fedguild.server.method import Observation
 
 FIGURES = "figures"

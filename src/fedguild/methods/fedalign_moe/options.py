@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 
 
 def require_targets(targets: Sequence[str]) -> None:

@@ -9,9 +9,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fedguild.core.payload import ADAPTER
 from fedguild.model.adapters.full_router import delta_name
 from fedguild.model.info import ModelInfo
-from fedguild.payload import ADAPTER
 
 Value = TypeVar("Value")
 EXPERTS, GATE = "experts", "gate"

@@ -53,6 +53,8 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
+from fedguild.core.payload import Payload, with_part
+from fedguild.core.seeding import new_seed, numpy_rng, torch_rng
 from fedguild.methods.fedamole.assignment import AssignmentRules, assign_experts, selection_probability
 from fedguild.methods.fedamole.embedding_privacy import privatised
 from fedguild.methods.fedamole.embeddings import Embeddings
@@ -70,8 +72,6 @@ from fedguild.methods.fedamole.pool import (
 )
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import Payload, with_part
-from fedguild.seeding import new_seed, numpy_rng, torch_rng
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, in_part
 from fedguild.server.settings import Alpha, MethodSettings, fitting_defaults
 from fedguild.server.terms import Means, Terms, Upload, mean

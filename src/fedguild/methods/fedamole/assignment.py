@@ -22,7 +22,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csc_array, eye_array, kron, vstack
 from torch import Tensor
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 
 TIE = 1e-9
 """Reduced costs up to this count as zero, so that a tie is found whatever the solver's rounding.

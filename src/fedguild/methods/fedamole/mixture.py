@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from fedguild.errors import ConfigError, ModelError
+from fedguild.core.errors import ConfigError, ModelError
 from fedguild.methods.fedamole.embeddings import Embeddings
 from fedguild.methods.fedamole.kernel import Gating, Stacked, Tokens, balance_loss, mixture_product
 from fedguild.model.adapters.lora import kaiming_uniform

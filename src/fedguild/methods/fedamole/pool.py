@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fedguild.payload import Payload, with_part
+from fedguild.core.payload import Payload, with_part
 
 COMMON = "common"
 """The payload part with the shared experts and W^t, which every client gets."""

@@ -54,6 +54,8 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.load_balancing import LoadBalancing
 from fedguild.client.observing import observing
+from fedguild.core.payload import ADAPTER, Payload, with_part
+from fedguild.core.seeding import new_seed
 from fedguild.methods.fedmoe.adjusting import adjusted_sets, recommendation, similarities, top_peers
 from fedguild.methods.fedmoe.fitting import fitted_sets
 from fedguild.methods.fedmoe.held_experts import HeldExperts
@@ -66,8 +68,6 @@ from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
-from fedguild.payload import ADAPTER, Payload, with_part
-from fedguild.seeding import new_seed
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, in_part
 from fedguild.server.settings import LoraSettings, Rank
 from fedguild.server.terms import Means, Term, Terms, Upload, mean

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from fedguild.layout import client_name
+from fedguild.core.layout import client_name
 from fedguild.methods.fedmoe.sub_moes import FROZEN, SubMoes
 from fedguild.model.info import ModelInfo
 from fedguild.server.method import Observation

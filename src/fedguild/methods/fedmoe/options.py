@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fedguild.client.budget import Budget
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 from fedguild.methods.fedmoe.fitting import Limits
 from fedguild.model.info import ModelInfo
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
+from fedguild.core.payload import Payload, with_part
+from fedguild.core.seeding import torch_rng
 from fedguild.methods.fedmoe.fitting import Limits, fitted_sets
-from fedguild.payload import Payload, with_part
-from fedguild.seeding import torch_rng
 
 SEARCHING, TRYING, FROZEN = 0, 1, 2
 """A client's status: its sets may be adjusted; were adjusted, without a gain so far; stay as they are for good."""

@@ -30,11 +30,11 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.methods.fedptuning.encoded_prompt import EncodedPrompt, encoded_prompt
 from fedguild.model.adapters.soft_prompt import PROMPT, SoftPrompt
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.payload import ADAPTER, Payload
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method
 from fedguild.server.settings import MethodSettings
 from fedguild.server.terms import Terms, Upload, mean

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import relu
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.adapters.soft_prompt import prepend
 from fedguild.model.info import ModelInfo

@@ -39,12 +39,12 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
+from fedguild.core.payload import ADAPTER, Payload, with_part
+from fedguild.core.seeding import numpy_rng, torch_rng
 from fedguild.methods.flex.grafted_expert import Combine, GraftedExpert, Grafts, source_name
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
-from fedguild.payload import ADAPTER, Payload, with_part
-from fedguild.seeding import numpy_rng, torch_rng
 from fedguild.server.limits import active_experts_of
 from fedguild.server.method import RUNNING_MEAN, Deployment, Method, NotPrivate, in_part
 from fedguild.server.settings import LoraSettings, Rank, Targets, Weights

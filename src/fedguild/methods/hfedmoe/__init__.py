@@ -46,11 +46,11 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.observing import observing
 from fedguild.client.training import load_received
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.methods.hfedmoe.importance import Importance
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.payload import ADAPTER, Payload
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.method import Method, ServerCosts, in_part
 from fedguild.server.settings import LoraSettings, Rank, Targets

@@ -42,12 +42,12 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
 from fedguild.config.training import TrainingSettings
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.methods.pfl_moe.gate import GateSettings, train_gates
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture
 from fedguild.methods.pfl_moe.second_training import add_cost, second_training
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.payload import ADAPTER, Payload
 from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts
 from fedguild.server.settings import DropoutLoraSettings, Rank, Targets
 from fedguild.server.terms import Means, Terms, Upload, mean

@@ -19,12 +19,12 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.optimizer import SlotOptimizer
 from fedguild.client.schedule import plan_steps
 from fedguild.config.training import TrainingSettings
+from fedguild.core.seeding import numpy_rng
 from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, WEIGHT, gate_values, mixed
 from fedguild.methods.pfl_moe.prompt_features import Features, prompt_features, target_rows
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.on_device import slot_of_rows
-from fedguild.seeding import numpy_rng
 
 T = TypeVar("T")
 Adapters = Sequence[Mapping[str, Tensor]]

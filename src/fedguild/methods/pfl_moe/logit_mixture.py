@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedguild.core.errors import ConfigError
 from fedguild.data.batches import SlotBatch
-from fedguild.errors import ConfigError
 from fedguild.methods.pfl_moe.prompt_features import Features, prompt_features, target_rows
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.part import AdapterHost, AdapterPart, Standalone

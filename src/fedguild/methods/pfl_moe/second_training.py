@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedguild.client.cohort import Cohort
 from fedguild.config.training import TrainingSettings
-from fedguild.seeding import derive
+from fedguild.core.seeding import derive
 
 
 def second_training(cohort: Cohort, settings: TrainingSettings, purpose: str) -> Cohort:

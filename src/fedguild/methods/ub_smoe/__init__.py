@@ -52,6 +52,7 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.schedule import learning_rate
 from fedguild.client.training import activation_frequency
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.methods.ub_smoe.cosine import cosine_shapes, cosine_terms, mean_cosines, measured_cosines
 from fedguild.methods.ub_smoe.delivery import can_derive, holders_after, keep_received, no_holders, received_gradient
 from fedguild.methods.ub_smoe.modulated_routing import Gating, ModulatedRouting, Modulation, split
@@ -86,7 +87,6 @@ from fedguild.methods.ub_smoe.pseudo_gradient import (
 )
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
-from fedguild.payload import ADAPTER, Payload
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.method import Deployment, Method, Observation, ServerCosts, in_part
 from fedguild.server.settings import Alpha, LoraSettings

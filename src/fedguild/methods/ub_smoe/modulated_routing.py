@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 from fedguild.model.adapters.part import AdapterHost, AdapterPart, Standalone
 from fedguild.model.adapters.storage import Layout
 from fedguild.model.backbone import Backbone

@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from fedguild.core.payload import Payload
 from fedguild.methods.ub_smoe.names import (
     COSINE,
     FIGURES,
@@ -23,7 +24,6 @@ from fedguild.methods.ub_smoe.names import (
     UTILISATION,
 )
 from fedguild.model.info import ModelInfo
-from fedguild.payload import Payload
 from fedguild.server.method import Observation
 from fedguild.server.utilisation import gini, rate_entropy, share_entropy
 

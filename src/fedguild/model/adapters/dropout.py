@@ -18,9 +18,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from fedguild.core.seeding import derive
 from fedguild.model import kernels
 from fedguild.model.runtime import Pass
-from fedguild.seeding import derive
 
 GAMMA = 0x9E3779B97F4A7C15
 """2⁶⁴ divided by the golden ratio, SplitMix64's increment."""

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from fedguild.core.errors import ConfigError
 from fedguild.data.batches import SlotBatch, encode_prompt
-from fedguild.errors import ConfigError
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.info import ModelInfo
 

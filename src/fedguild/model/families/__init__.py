@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedguild.plugins import Plugins
+from fedguild.core.plugins import Plugins
 
 if TYPE_CHECKING:
     from fedguild.model.moe.family import Family

@@ -22,7 +22,7 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
     SwitchTransformersSparseMLP,
 )
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
 from fedguild.model.info import MoeInfo
 from fedguild.model.moe.experts import FrozenExperts
 from fedguild.model.moe.family import Family

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fedguild.errors import ConfigError
+from fedguild.core.errors import ConfigError
 
 VARIABLE = "FEDGUILD_KERNELS"
 KERNELS = {

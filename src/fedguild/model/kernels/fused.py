@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedguild.errors import first_line, in_one_line
+from fedguild.core.errors import first_line, in_one_line
 from fedguild.model import kernels
 from fedguild.model.kernels.library import Library
 

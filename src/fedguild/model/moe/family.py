@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fedguild.errors import ModelError
+from fedguild.core.errors import ModelError
 from fedguild.model.info import MoeInfo
 from fedguild.model.moe.experts import FrozenExperts
 from fedguild.model.moe.routing import RoutingRule

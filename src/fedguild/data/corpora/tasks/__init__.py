@@ -12,12 +12,12 @@ from collections.abc import Iterator, Sequence
 
 from numpy.random import Generator
 
+from fedguild.core.errors import DataError, nearest
+from fedguild.core.seeding import numpy_rng
 from fedguild.data.corpora.spec import CorpusSpec
 from fedguild.data.corpora.tasks.families import FAMILIES, Family
 from fedguild.data.example import Corpus, Example
 from fedguild.data.prompts import render
-from fedguild.errors import DataError, nearest
-from fedguild.seeding import numpy_rng
 
 __all__ = ["FAMILIES", "SEEN", "SPEC", "UNSEEN", "Family", "draw", "load"]
 

@@ -1,0 +1,1 @@
+"""Foundations of every other package: payloads and their codec, files, errors, seeds, names, plug-ins and progress."""

@@ -1,0 +1,103 @@
+"""Exclusive use of a run's folder: one process at a time works on it, and the next one learns who that is.
+
+The lock is the operating system's (`filelock`), so that a killed process releases it, at whatever moment it was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from fedguild.core.errors import CheckpointError
+from fedguild.core.files import PRIVATE_FILE, make_folder, write_json
+
+LOCK, HOLDER = ".lock", ".lock.json"
+ASKED_SECONDS = 0.5
+"""Whoever asks who holds the lock has it for a moment (`holder`); whoever wants it waits that long."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that works on a run's folder.
+
+    Attributes:
+        pid: Its id.
+        host: The name of its machine.
+        since: When it began, ISO 8601 with the time zone.
+        command: Its program and arguments.
+    """
+
+    pid: int
+    host: str
+    since: str
+    command: str
+
+    @classmethod
+    def this_process(cls) -> Holder:
+        """Returns this process, from now on."""
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        return cls(os.getpid(), socket.gethostname(), now, " ".join(_without_secrets(sys.argv))[:300])
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, since {self.since} ({self.command})"
+
+
+def _without_secrets(words: list[str]) -> list[str]:
+    """Returns a command line in which the token that Flower gives a process is not legible."""
+    return [words[0], *("***" if before == "--token" else word for before, word in itertools.pairwise(words))]
+
+
+@contextlib.contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Holds the exclusive lock of a run's folder, which is created if absent and removed again if nothing came of it.
+
+    Raises:
+        CheckpointError: another process holds it; the message names it and says since when.
+    """
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    make_folder(folder)
+    lock = FileLock(folder / LOCK, timeout=ASKED_SECONDS, mode=PRIVATE_FILE)
+    try:
+        lock.acquire(poll_interval=0.01)
+    except Timeout as error:
+        raise CheckpointError(
+            f"{folder} is in use by {holder(folder) or 'another process'}.",
+            "Wait until it has ended, or end it; two processes on one run would damage it.",
+        ) from error
+    try:
+        write_json(folder / HOLDER, asdict(Holder.this_process()))
+        yield
+    finally:
+        (folder / HOLDER).unlink(missing_ok=True)
+        if made and [path.name for path in folder.iterdir()] == [LOCK]:
+            (folder / LOCK).unlink()
+            with contextlib.suppress(OSError):  # another process may have put something beside it
+                for each in made:
+                    each.rmdir()
+        lock.release()
+
+
+def holder(folder: Path) -> Holder | None:
+    """Returns the process that works on a run's folder; None if there is none, or it does not say who it is."""
+    if not (folder / LOCK).exists():
+        return None
+    lock = FileLock(folder / LOCK, timeout=0, mode=PRIVATE_FILE)
+    try:
+        lock.acquire()
+    except Timeout:
+        try:
+            return Holder(**json.loads((folder / HOLDER).read_text("utf-8")))
+        except (OSError, ValueError, TypeError):
+            return Holder(0, "unknown", "unknown", "unknown")
+    lock.release()
+    return None

@@ -1,0 +1,238 @@
+"""Discovery of the methods, corpora, metrics and model families that ship with FedGuild or come from other packages.
+
+A plug-in that ships is a module or sub-package of the package of its kind, named after its file. One of another package
+is an entry point in the group of its kind, which names a module that defines the attribute of its kind (`SPEC` of a
+corpus), or the object itself:
+
+    [project.entry-points."fedguild.corpora"]
+    poems = "verses.poems"
+    odes = "verses.poems:ODES"
+
+Listing imports nothing: titles are read from the source. A plug-in that cannot be used is reported by itself and does
+not affect the others.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import EntryPoint, distributions
+from importlib.util import find_spec
+from pkgutil import iter_modules
+from symtable import symtable
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from fedguild.core.errors import ConfigError, in_one_line, nearest
+
+T = TypeVar("T")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class Found:
+    """The description of a plug-in, read without importing it.
+
+    Attributes:
+        name: The name that configs use.
+        title: First line of the docstring of its function or module, without the final period; else the summary
+            of its distribution.
+        origin: `fedguild`, or the name and version of the distribution that it comes from.
+        target: The entry point, `module` or `module:attribute`.
+        fault: The reason why it cannot be used; empty if none is known.
+    """
+
+    name: str
+    title: str
+    origin: str
+    target: str
+    fault: str = ""
+
+    @property
+    def warning(self) -> str:
+        """The fault in one line, with the plug-in's name and origin."""
+        return f"{self.name} ({self.origin}) cannot be used: {self.fault}"
+
+
+@dataclass(frozen=True)
+class Plugins(Generic[T]):
+    """The plug-ins of one kind.
+
+    Iteration, `in` and `found` import no plug-in; `load` imports one, `checked` imports all.
+
+    Attributes:
+        noun: The kind in messages, for example `corpus`.
+        package: The package whose modules are the plug-ins that ship.
+        group: The entry-point group of other packages' plug-ins.
+        accept: Called with a plug-in's name and the loaded object; returns the plug-in, or raises an exception whose
+            message gives the reason why the object is not one.
+        attribute: The attribute of a plug-in's module that is passed to `accept`. Modules of `package` that do not
+            define it are not plug-ins. If empty, every module whose name does not begin with `_` is one, and `accept`
+            gets the module.
+        dashes: Whether `_` in a file name becomes `-` in the plug-in's name.
+    """
+
+    noun: str
+    package: str
+    group: str
+    accept: Callable[[str, Any], T]
+    attribute: str = ""
+    dashes: bool = False
+
+    def found(self) -> tuple[Found, ...]:
+        """Returns every plug-in; see `discover`."""
+        return discover(self.package, self.group, attribute=self.attribute, dashes=self.dashes)
+
+    def __iter__(self) -> Iterator[str]:
+        """Yields the names of plug-ins without a known fault, in alphabetical order."""
+        return iter(sorted(plugin.name for plugin in self.found() if not plugin.fault))
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a plug-in of this name, usable or not."""
+        return any(plugin.name == name for plugin in self.found())
+
+    def load(self, name: str) -> T:
+        """Imports a plug-in.
+
+        Raises:
+            ConfigError: there is no plug-in of this name, or it cannot be used.
+        """
+        known = [plugin for plugin in self.found() if plugin.name == name]
+        if not known:
+            raise ConfigError(f"There is no {self.noun} '{name}'.", nearest(name, self))
+        plugin = min(known, key=lambda candidate: bool(candidate.fault))
+        hint = "" if plugin.origin == _root(self.package) else f"Repair or uninstall {plugin.origin}."
+        if plugin.fault:
+            raise ConfigError(f"The {self.noun} {plugin.warning}.", hint)
+        try:
+            return self._accepted(plugin)
+        except Exception as error:
+            broken = replace(plugin, fault=in_one_line(error))
+            raise ConfigError(f"The {self.noun} {broken.warning}", hint) from error
+
+    def checked(self) -> Iterator[Found]:
+        """Yields every plug-in after an attempt to load it, with the reason for a failure in `fault`."""
+        for plugin in self.found():
+            try:
+                if not plugin.fault:
+                    self._accepted(plugin)
+                yield plugin
+            except Exception as error:
+                yield replace(plugin, fault=in_one_line(error))
+
+    def _accepted(self, plugin: Found) -> T:
+        loaded = EntryPoint(plugin.name, plugin.target, "").load()
+        if self.attribute and isinstance(loaded, ModuleType):
+            loaded = getattr(loaded, self.attribute)
+        return self.accept(plugin.name, loaded)
+
+
+def discover(package: str, group: str, *, attribute: str = "", dashes: bool = False) -> tuple[Found, ...]:
+    """Returns the plug-ins of one kind, those that ship first, then by name, without importing any.
+
+    The parameters are the attributes of `Plugins`. A plug-in that ships keeps its name; if two other packages use the
+    same name, neither is used. Both cases are recorded in `fault`. The search runs once per `sys.path`: packages
+    installed later are found by the next process.
+    """
+    return _discover(package, group, attribute, dashes, tuple(sys.path))
+
+
+@lru_cache(maxsize=64)
+def _discover(package: str, group: str, attribute: str, dashes: bool, path: tuple[str, ...]) -> tuple[Found, ...]:
+    shipped = sorted(_shipped(package, attribute, dashes), key=lambda plugin: plugin.name)
+    others = sorted(_installed(group), key=lambda plugin: (plugin.name, plugin.origin))
+    uses = Counter(plugin.name for plugin in (*shipped, *others))
+    for index, plugin in enumerate(others):
+        if not plugin.fault and uses[plugin.name] > 1:
+            origins = [each.origin for each in (*shipped, *others) if each.name == plugin.name]
+            others[index] = replace(plugin, fault=f"{' and '.join(origins)} provide one of that name")
+    return (*shipped, *others)
+
+
+def _shipped(package: str, attribute: str, dashes: bool) -> Iterator[Found]:
+    spec = _spec(package)
+    for module in iter_modules((spec and spec.submodule_search_locations) or []):
+        if module.name.startswith("_"):
+            continue
+        target = f"{package}.{module.name}"
+        source = _source(target)
+        if not attribute or source is None or _defines(source, attribute):
+            name = module.name.replace("_", "-") if dashes else module.name
+            yield Found(name, _title(source), _root(package), target)
+
+
+def _installed(group: str) -> Iterator[Found]:
+    """Yields a group's entry points: `importlib.metadata.entry_points`, but for broken distributions.
+
+    `entry_points` raises for all distributions if the file of one, even an unrelated one, cannot be parsed.
+    """
+    first = {re.sub(r"[-_.]+", "-", each.name).lower(): each for each in reversed([*distributions()])}
+    for distribution in first.values():
+        if f"[{group}]" not in (distribution.read_text("entry_points.txt") or ""):
+            continue
+        origin = f"{distribution.name} {distribution.version}"
+        try:
+            entries = distribution.entry_points.select(group=group)
+        except Exception as error:  # importlib.metadata passes on the errors of its parser
+            yield Found(
+                distribution.name, "", origin, "", f"its entry_points.txt cannot be read ({in_one_line(error)})"
+            )
+            continue
+        for entry in entries:
+            target = EntryPoint.pattern.fullmatch(entry.value)
+            if target is None:
+                fault, title = f"'{entry.value}' is not module or module:attribute", ""
+            else:
+                title = _title(_source(target["module"]), target["attr"])
+                title = title or str(distribution.metadata.json.get("summary", ""))
+                usable = _NAME.fullmatch(entry.name)
+                fault = "" if usable else "a name has letters, digits, dots, dashes and underscores only"
+            yield Found(entry.name, title, origin, entry.value, fault)
+
+
+def _spec(module: str) -> ModuleSpec | None:
+    """Returns the spec from which a module would be imported; `find_spec` alone would import its parents."""
+    root, *rest = module.split(".")
+    try:
+        spec = find_spec(root)
+        for depth in range(2, len(rest) + 2):
+            name = ".".join(module.split(".")[:depth])
+            spec = spec and PathFinder.find_spec(name, spec.submodule_search_locations)
+    except (ImportError, ValueError):
+        return None
+    return spec
+
+
+def _source(module: str) -> str | None:
+    """Returns a module's source; None if there is none that compiles."""
+    loader: Any = getattr(_spec(module), "loader", None)
+    try:
+        source = loader.get_source(module) or ""
+        ast.parse(source)
+    except (AttributeError, ImportError, OSError, SyntaxError, ValueError):
+        return None
+    return str(source)
+
+
+def _defines(source: str, name: str) -> bool:
+    """Whether a module assigns, defines or imports a name at top level."""
+    symbols = symtable(source, "", "exec").get_symbols()
+    return any(each.get_name() == name and (each.is_assigned() or each.is_imported()) for each in symbols)
+
+
+def _title(source: str | None, function: str | None = None) -> str:
+    """Returns the first line of the docstring of a function, or else of its module."""
+    tree = ast.parse(source or "")
+    named = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function]
+    text = next(filter(None, map(ast.get_docstring, named)), None) or ast.get_docstring(tree) or ""
+    return text.partition("\n")[0].strip().removesuffix(".")
+
+
+def _root(package: str) -> str:
+    return package.partition(".")[0]

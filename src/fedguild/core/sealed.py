@@ -1,0 +1,87 @@
+"""Checksummed files: a line with the SHA-256 of the rest, padded with spaces in aligned files, then the rest.
+
+`tail -n +2 FILE | sha256sum` reproduces the checksum in the first line; `tail -n +2 FILE` is the content itself
+(for client memory and checkpoints, a safetensors file).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+from pathlib import Path
+
+from fedguild.core.errors import CheckpointError
+from fedguild.core.files import replacing
+
+_SEAL_BYTES = 2 * hashlib.sha256().digest_size + 1
+_ALIGNED_BYTES = 128
+"""Bytes of the first line of a file whose content can be mapped into memory as tensors."""
+
+
+def write_sealed(path: Path, content: bytes, *, aligned: bool = False) -> None:
+    """Writes `content` under its checksum, atomically.
+
+    Args:
+        path: The file.
+        content: What to write.
+        aligned: Whether `map_sealed` is to map it.
+
+    Raises:
+        FedGuildError: the file cannot be written; `path` keeps its content.
+    """
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        file.write(_seal(hashlib.sha256(content), aligned=aligned))
+        file.write(content)
+
+
+def read_sealed(path: Path) -> bytes:
+    """Returns the content of a file that `write_sealed` wrote.
+
+    Raises:
+        CheckpointError: the file is missing, cannot be read, or is not what was written.
+    """
+    try:
+        with open(path, "rb") as file:
+            seal = file.read(_SEAL_BYTES)
+            if seal.endswith(b" "):
+                seal += file.read(_ALIGNED_BYTES - _SEAL_BYTES)
+            content = file.read()
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror or error}.") from error
+    if seal != _seal(hashlib.sha256(content), aligned=len(seal) > _SEAL_BYTES):
+        raise CheckpointError(f"{path} is damaged: its checksum does not match its {len(content)} bytes of content.")
+    return content
+
+
+def map_sealed(path: Path) -> tuple[memoryview, bytes]:
+    """Returns the content of an aligned file as pages that the system can drop and read again, and its SHA-256.
+
+    A file that is not aligned is read into memory.
+
+    Raises:
+        CheckpointError: as `read_sealed`.
+    """
+    try:
+        with open(path, "rb") as file:
+            whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"Cannot read {path}: {error}.") from error
+    if bytes(whole[_SEAL_BYTES - 1 : _SEAL_BYTES]) != b" ":
+        content = memoryview(bytearray(read_sealed(path)))
+        return content, hashlib.sha256(content).digest()
+    content = whole[_ALIGNED_BYTES:]
+    found = hashlib.sha256(content)
+    if bytes(whole[:_ALIGNED_BYTES]) != _seal(found, aligned=True):
+        raise CheckpointError(f"{path} is damaged: its checksum does not match its {len(content)} bytes of content.")
+    return content, found.digest()
+
+
+def remove_leftovers(folder: Path, *, below: bool = False) -> None:
+    """Removes half-written files of a killed process from `folder`, and from all folders below it if asked to."""
+    for leftover in (folder.rglob if below else folder.glob)(".*.part"):
+        leftover.unlink(missing_ok=True)
+
+
+def _seal(checksum: hashlib._Hash, *, aligned: bool) -> bytes:
+    line = checksum.hexdigest().encode()
+    return (line.ljust(_ALIGNED_BYTES - 1) if aligned else line) + b"\n"

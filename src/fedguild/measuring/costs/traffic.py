@@ -1,0 +1,176 @@
+"""Downloads and uploads of a method's clients, counted by running its server half on shapes instead of weights.
+
+The method itself starts, creates downloads and aggregates; the clients' uploads have the expected shapes and arbitrary
+values. The bytes are therefore those of a real run, counted by the same code (`fedguild.core.accounting`), except where
+the names or ranks in a payload depend on the data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.core.accounting import bytes_by_part
+from fedguild.core.packing import tensor_bytes
+from fedguild.core.payload import Payload
+from fedguild.core.seeding import torch_rng
+from fedguild.model.info import ModelInfo
+from fedguild.model.shapes_only import LIMIT, ShapesOnly
+from fedguild.server.method import Method
+from fedguild.server.terms import Upload
+from fedguild.server.validation import Omissible
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Bytes that one client receives and sends in one round, by payload part.
+
+    Attributes:
+        upload: From the client to the server, with every tensor that it may omit.
+        least_upload: The same without them.
+    """
+
+    client: ClientInfo
+    download: Mapping[str, int]
+    upload: Mapping[str, int]
+    least_upload: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """The payloads of a federation's first rounds.
+
+    Attributes:
+        rounds: For each round, the exchange of every client that takes part, in client order.
+        absent: The exchanges, in the last of these rounds, of clients that missed the one before; empty if no other
+            clients could have taken part in that.
+        state_bytes: What the server keeps between two rounds, before the last of these.
+        period: Number of rounds after which the form of the payloads repeats.
+    """
+
+    rounds: Sequence[Sequence[Exchange]]
+    absent: Sequence[Exchange]
+    state_bytes: int
+    period: int = 1
+
+    @property
+    def later(self) -> Sequence[Sequence[Exchange]]:
+        """The last rounds, one for each form that the payloads take from then on."""
+        return self.rounds[-self.period :]
+
+
+def exchanges(
+    method: Method,
+    model: ModelInfo,
+    clients: Sequence[ClientInfo],
+    *,
+    budgets: Sequence[Budget] = (),
+    participants: int | None = None,
+    rounds: int | None = None,
+    absences: bool = True,
+    wire_dtype: torch.dtype = torch.float32,
+    limit: int = LIMIT,
+    seed: int = 0,
+) -> Exchanges:
+    """Returns the payloads exchanged in the first rounds, in bytes.
+
+    Args:
+        budgets: Its tiers, including those without a client; empty for those of the clients.
+        participants: Number of clients, counted from the first, that take part in each round; None for all.
+        rounds: Number of rounds; None for as many as it takes to show every form of the method's payloads.
+        absences: Whether to count also the exchanges after an absence.
+        wire_dtype: The dtype as which floating-point tensors are counted; the wire itself carries them as they are.
+        limit: Tensors of up to this many values are real (`fedguild.model.shapes_only`).
+
+    Raises:
+        ConfigError: the method's settings do not fit the model or the clients.
+    """
+    asked, period = clients[:participants], method.costs.period
+    rounds = rounds or method.costs.rounds + period - 1
+    with ShapesOnly(limit):
+        state = method.start(model, list(budgets) or list(_last_of_budgets(clients)), torch_rng(seed, "start"))
+        states = [method.enroll(state, model, clients)]
+        for number in range(1, rounds):
+            states.append(_after(method, states[-1], model, asked, number))
+        per_round = [
+            [_exchange(method, state, model, client, number, wire_dtype) for client in asked]
+            for number, state in enumerate(states, 1)
+        ]
+        missed = []
+        if absences and rounds > 1:
+            for absent, state in _after_absences(method, states, model, clients, asked):
+                missed += [_exchange(method, state, model, client, rounds, wire_dtype) for client in absent]
+    missed.sort(key=lambda exchange: exchange.client.index)
+    return Exchanges(per_round, missed, sum(tensor_bytes(tensor) for tensor in states[-1].tensors.values()), period)
+
+
+def _after_absences(
+    method: Method,
+    states: Sequence[Payload],
+    model: ModelInfo,
+    clients: Sequence[ClientInfo],
+    asked: Sequence[ClientInfo],
+) -> Iterator[tuple[Sequence[ClientInfo], Payload]]:
+    """Yields clients that missed the round before the last, with the state that they find in the last.
+
+    If all take part, the last client of each budget is left out, half of the budgets at a time, so that other clients
+    take part.
+    """
+    if len(asked) < len(clients):
+        yield clients[len(asked) :], states[-1]
+        return
+    last = list(_last_of_budgets(clients).values())
+    for absent in (last[::2], last[1::2]):
+        present = [client for client in clients if client not in absent]
+        if absent and present:
+            yield absent, _after(method, states[-2], model, present, len(states) - 1)
+
+
+def _last_of_budgets(clients: Sequence[ClientInfo]) -> dict[Budget, ClientInfo]:
+    return {client.budget: client for client in clients}
+
+
+def _after(method: Method, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo], number: int) -> Payload:
+    rng = torch_rng(number, "uploads")
+
+    def uploads() -> Iterator[Upload]:
+        for client in clients:
+            download = method.download(state, model, client)
+            sent = {
+                name: torch.rand(shape, generator=rng)
+                for name, shape in method.expected_upload(model, client, download, number).items()
+                if not (method.costs.leave_out and isinstance(shape, Omissible))
+            }
+            yield Upload(number, client, Payload(sent, method.expected_scalars(download)), download)
+
+    return method.aggregate(state, uploads())
+
+
+def _exchange(
+    method: Method, state: Payload, model: ModelInfo, client: ClientInfo, number: int, wire_dtype: torch.dtype
+) -> Exchange:
+    download = method.download(state, model, client)
+    scalars = method.expected_scalars(download)
+    shapes = method.expected_upload(model, client, download, number)
+    needed = {name: shape for name, shape in shapes.items() if not isinstance(shape, Omissible)}
+    received = {name: _sent(tensor, wire_dtype) for name, tensor in download.tensors.items()}
+    return Exchange(
+        client,
+        bytes_by_part(Payload(received, download.scalars)),
+        bytes_by_part(Payload(_empty(shapes, wire_dtype), scalars)),
+        bytes_by_part(Payload(_empty(needed, wire_dtype), scalars)),
+    )
+
+
+def _sent(tensor: Tensor, wire_dtype: torch.dtype) -> Tensor:
+    """Returns a tensor of the same shape without values; floating-point ones have the wire's dtype."""
+    dtype = wire_dtype if tensor.dtype is torch.float32 else tensor.dtype
+    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+
+
+def _empty(shapes: Mapping[str, tuple[int, ...]], wire_dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, dtype=wire_dtype, device="meta") for name, shape in shapes.items()}

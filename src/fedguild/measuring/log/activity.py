@@ -1,0 +1,143 @@
+"""Log of a run's activity: events with their times in `activity.jsonl`, for whoever watches the run.
+
+The file is no part of the run's state. Nothing reads it to go on, results do not depend on it, and a run whose events
+cannot be written goes on without them. What differential privacy withholds from the terminal is withheld here, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fedguild.core.errors import FedGuildError, StoppedError
+from fedguild.core.files import PRIVATE_FILE
+from fedguild.core.progress import Note, Progress, Silent
+
+STEP_SECONDS = 0.25
+"""Training steps are written no more often than this."""
+ENDINGS = ("ended", "stopped", "interrupted", "failed")
+_LAST_BYTES = 1 << 16
+
+
+class ActivityLog:
+    """The events of a run's folder; the process that holds the run's lock writes them.
+
+    `begun`, `stage`, `round`, `asked`, `training`, `step`, `delivered`, `withdrawn`, `phase`, `scores`, `message`, and
+    one of `ended`, `stopped`, `interrupted` and `failed`; of real clients also `online`, `sent` and `answered`.
+
+    Args:
+        folder: The run's folder, which exists.
+    """
+
+    FILE: ClassVar[str] = "activity.jsonl"
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / self.FILE
+
+    def append(self, event: str, **values: Any) -> None:
+        """Writes an event with the time, seconds since 1970; does nothing if it cannot be written."""
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **values}, ensure_ascii=False)
+        with contextlib.suppress(OSError):
+            file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
+            try:
+                os.write(file, line.encode() + b"\n")
+            finally:
+                os.close(file)
+
+    def last_ending(self) -> tuple[str, str] | None:
+        """Returns how the run last ended, with the reason; None if it has not, or does not say."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+                event = json.loads(file.read().rstrip(b"\n").rpartition(b"\n")[2])
+            return (event["event"], str(event.get("reason", ""))) if event["event"] in ENDINGS else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def end_line(self) -> None:
+        """Ends a line that a killed process left incomplete, so that the next event is not part of it."""
+        with contextlib.suppress(OSError), open(self.path, "r+b") as file:
+            if file.seek(0, os.SEEK_END):
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")
+
+
+class NotedProgress:
+    """A `Progress` that writes what it is told as events, and passes it on.
+
+    Args:
+        progress: Who else is told.
+        note: Takes the events.
+    """
+
+    def __init__(self, progress: Progress, note: Note) -> None:
+        self._progress, self._note = progress, note
+        self._next_step = 0.0
+
+    def stage(self, text: str) -> None:
+        """Writes the stage."""
+        self._note("stage", text=text)
+        self._progress.stage(text)
+
+    def round_started(self, number: int, total: int) -> None:
+        """Writes the round."""
+        self._note("round", round=number, rounds=total)
+        self._progress.round_started(number, total)
+
+    def step(self, done: int, total: int, loss: float) -> None:
+        """Writes the step, unless the one before was a moment ago."""
+        now = time.monotonic()
+        if now >= self._next_step or done == total:
+            self._next_step = now + STEP_SECONDS
+            self._note("step", done=done, total=total, loss=loss if math.isfinite(loss) else None)
+        self._progress.step(done, total, loss)
+
+    def evaluated(self, scores: Mapping[str, float]) -> None:
+        """Writes the scores."""
+        self._note("scores", scores={name: score for name, score in scores.items() if math.isfinite(score)})
+        self._progress.evaluated(scores)
+
+    def message(self, text: str) -> None:
+        """Writes the message."""
+        self._note("message", text=text)
+        self._progress.message(text)
+
+
+@contextlib.contextmanager
+def noted(folder: Path, progress: Progress | None, marker: str) -> Iterator[NotedProgress]:
+    """Yields a run's progress that also writes its events; at the end writes how the run ended.
+
+    Args:
+        folder: The run's folder; its lock is held.
+        progress: Who else is told.
+        marker: The file that marks the folder as a run's. If there is none at the end, nothing is left of the events.
+    """
+    log = ActivityLog(folder)
+    log.end_line()
+    log.append("begun", pid=os.getpid())
+    try:
+        yield NotedProgress(progress or Silent(), log.append)
+        log.append("ended")
+    except BaseException as error:
+        log.append(_ending(error), reason=error.message if isinstance(error, FedGuildError) else _in_words(error))
+        raise
+    finally:
+        if not (folder / marker).exists():
+            log.path.unlink(missing_ok=True)
+
+
+def _ending(error: BaseException) -> str:
+    if isinstance(error, StoppedError):
+        return "stopped"
+    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+
+
+def _in_words(error: BaseException) -> str:
+    return "" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,171 @@
+"""Accounting of what was released, by Google's `dp-accounting` and by nothing else.
+
+A `Release` is translated into the library's events, and the library's accountants say what they cost. Gaussian noise,
+alone or on a Poisson sample, goes to the PLD accountant, under addition or removal of one unit. The same event holds
+where the number of units is fixed and one is replaced by one that contributes nothing ("zero-out": Kairouz et al.,
+"Practical and Private (Deep) Learning without Sampling or Shuffling", ICML 2021), as the sums are
+distributed alike. `noise_multiplier` is the noise over the largest change that one unit makes to the sum under the
+neighbouring relation; for one example replaced by another on a Poisson sample this event is no bound. Sampling
+without replacement is only in the RDP accountant, under replacement of one unit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from fedguild.core.errors import ConfigError
+
+GRID = 1e-3
+"""The PLD accountant's grid of privacy losses; it rounds up, so that any grid gives a bound."""
+COARSER_BELOW = 0.1
+"""Noise multiplier below which the grid grows as the losses do, with 1 / noise², so that it has no more points."""
+SOLVED_TO = 1e-3
+"""How far a solved noise multiplier may lie above the smallest that reaches the target."""
+SMALLEST_NOISE, LARGEST_NOISE = 0.05, 1e4
+"""Noise multipliers between which a target is solved."""
+
+
+@dataclass(frozen=True, order=True)
+class Release:
+    """Gaussian noise on a sum over units, some number of times with the same parameters.
+
+    Attributes:
+        noise_multiplier: The noise's standard deviation over the sensitivity of the sum; 0 for no noise at all.
+        times: How often.
+        probability: Probability with which a unit enters the sum, independently of all others; 1 for always.
+        drawn: Number of units that enter it, drawn without replacement; None where they are not drawn so.
+        drawn_from: Number of units that they are drawn from.
+    """
+
+    noise_multiplier: float
+    times: int = 1
+    probability: float = 1.0
+    drawn: int | None = None
+    drawn_from: int | None = None
+
+
+IN_THE_CLEAR = Release(0.0)
+"""A release without noise, after which no epsilon holds."""
+
+
+def require_library() -> Any:
+    """Returns the module `dp_accounting`.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import dp_accounting
+    except ImportError as error:
+        raise ConfigError(
+            f"privacy.unit needs dp-accounting, but the package '{error.name}' is not installed.",
+            "Install the extra: pip install 'fedguild[privacy]'.",
+        ) from error
+    return dp_accounting
+
+
+def event_of(release: Release) -> Any:
+    """Returns a release as an event of the library (a `dp_accounting.DpEvent`)."""
+    library = require_library()
+    if release.noise_multiplier == 0:
+        return library.NonPrivateDpEvent()
+    event = library.GaussianDpEvent(release.noise_multiplier)
+    if release.drawn is not None and release.drawn != release.drawn_from:
+        event = library.SampledWithoutReplacementDpEvent(release.drawn_from, release.drawn, event)
+    elif release.probability < 1:
+        event = library.PoissonSampledDpEvent(release.probability, event)
+    return library.SelfComposedDpEvent(event, release.times)
+
+
+def epsilon(releases: Iterable[Release], delta: float) -> float:
+    """Returns the epsilon of all releases together at a delta; 0 for none, infinite where one has no noise.
+
+    Raises:
+        ConfigError: the library is not installed.
+    """
+    times: Counter[Release] = Counter()
+    for release in releases:
+        times[replace(release, times=1)] += release.times
+    merged = tuple(replace(release, times=count) for release, count in sorted(times.items(), key=str) if count)
+    if any(release.noise_multiplier == 0 for release in merged):
+        return math.inf
+    return _epsilon(merged, delta) if merged else 0.0
+
+
+def noise_for(target: float, delta: float, released: Callable[[float], Release]) -> float:
+    """Returns the smallest noise multiplier, to within `SOLVED_TO`, that reaches a target epsilon.
+
+    Args:
+        target: epsilon.
+        delta: delta.
+        released: Noise multiplier -> everything that is released with it.
+
+    Raises:
+        ConfigError: the library is not installed, or no noise within its range reaches the target.
+    """
+    library = require_library()
+    kind = _kind((released(1.0),))
+    try:
+        interval = _bracket(target, delta, released)
+        return float(
+            library.calibrate_dp_mechanism(
+                lambda: _accountant(kind, interval.endpoint_1),
+                lambda noise: event_of(released(noise)),
+                target,
+                delta,
+                interval,
+                tol=SOLVED_TO,
+            )
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"No noise multiplier from {SMALLEST_NOISE:g} to {LARGEST_NOISE:g} gives an epsilon of {target:g}.",
+            "Set privacy.noise_multiplier instead, or another privacy.target_epsilon.",
+        ) from error
+
+
+def _bracket(target: float, delta: float, released: Callable[[float], Release]) -> Any:
+    """Returns an interval, a factor of 2 wide, whose ends lie on either side of the target, the lower one first.
+
+    Raises:
+        ValueError: there is none.
+    """
+    noise = 1.0
+    above = epsilon([released(noise)], delta) > target
+    while SMALLEST_NOISE <= noise <= LARGEST_NOISE:
+        following = noise * 2 if above else noise / 2
+        if (epsilon([released(following)], delta) > target) != above:
+            interval = require_library().ExplicitBracketInterval
+            return interval(*sorted((noise, following)))
+        noise = following
+    raise ValueError("out of range")
+
+
+@lru_cache(maxsize=4096)
+def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
+    accountant = _accountant(_kind(releases), min(release.noise_multiplier for release in releases))
+    for release in releases:
+        accountant.compose(event_of(release))
+    return float(accountant.get_epsilon(delta))
+
+
+def _kind(releases: Iterable[Release]) -> str:
+    """Returns `rdp` where some are sampled without replacement, `pld` elsewhere."""
+    return "rdp" if any(release.drawn is not None for release in releases) else "pld"
+
+
+def _accountant(kind: str, noise: float = math.inf) -> Any:
+    """Returns an accountant of a kind, whose grid is fine enough for noise multipliers from the given one on."""
+    library = require_library()
+    if kind == "rdp":
+        from dp_accounting import rdp
+
+        return rdp.RdpAccountant(neighboring_relation=library.NeighboringRelation.REPLACE_ONE)
+    from dp_accounting import pld
+
+    return pld.PLDAccountant(value_discretization_interval=GRID * max(1.0, (COARSER_BELOW / noise) ** 2))

@@ -1,0 +1,180 @@
+"""Comparing configs over seeds, or a table that ships with FedGuild."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from fedguild.config import ShippedTable, Table, table_cells, tables
+from fedguild.config.renamed import answers_old_arguments
+from fedguild.config.table import ONLY_COLUMN
+from fedguild.core.errors import ConfigError, nearest
+from fedguild.runs.api.inputs import gather
+from fedguild.runs.api.launch import Launch, ProgressOf, Tell, say_nothing, silent
+from fedguild.runs.api.run_grid import SEEDS, Cell, Row, RunGrid, plan_grid, table_rows
+from fedguild.runs.results import Comparison
+
+if TYPE_CHECKING:
+    from fedguild.config.loading import Given
+    from fedguild.measuring.log.folder import Run
+    from fedguild.measuring.scores.metrics import Metric
+    from fedguild.runs.api.inputs import Dataset, Partition
+    from fedguild.runs.callbacks import Callback
+
+
+@answers_old_arguments
+def compare(
+    configs: str | Sequence[Given],
+    *overrides: str,
+    seeds: Sequence[int] | None = None,
+    reference: str | None = None,
+    rows: Sequence[str] | None = None,
+    columns: Sequence[str] | None = None,
+    output: str | Path | None = None,
+    dataset: Dataset | None = None,
+    partition: Partition | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    callbacks: Iterable[Callback] = (),
+    jobs: int = 1,
+    launcher: Literal["local", "ray"] = "local",
+    address: str | None = None,
+    cores: int = 1,
+    progress: ProgressOf = silent,
+    tell: Tell = say_nothing,
+) -> Comparison:
+    """Runs several configs over several seeds, or a table that ships with FedGuild, and compares them.
+
+    Every config and seed is a run in `output/NAME/seed-N` (`output/COLUMN/ROW/seed-N` in a table with columns).
+    Finished runs are kept, unfinished ones are resumed: the same call continues after an interruption. A partition that
+    is a function is known by its name only, so give another `output` after a change of it.
+
+    Args:
+        configs: Presets, files, mappings or configs; or the name of a table that `fedguild presets METHOD` lists.
+        overrides: `key.sub=value`, for every config.
+        seeds: The seeds; by default the table's, or 0, 1, 2.
+        reference: The config or row that the others are compared with; by default the table's, or the last.
+        rows: Rows of a table; all by default.
+        columns: Columns of a table; all by default.
+        output: Folder for all the runs; by default `runs/compare`, or `runs/TABLE` for a table.
+        dataset: As in `run`, for every config.
+        partition: As in `run`, for every config.
+        metrics: As in `run`; with one job and the launcher `local` only.
+        callbacks: As in `run`; with one job and the launcher `local` only.
+        jobs: Runs at the same time, each in a process with its share of the CPU cores.
+        launcher: `local`: on this machine; `ray`: each run as a task of a Ray cluster.
+        address: The Ray cluster; None to start Ray on this machine.
+        cores: With `ray`, CPU cores of each run.
+        progress: Returns the receiver of a run's progress reports by the run's title; with one job only.
+        tell: Receives a line for each run that is finished.
+
+    Raises:
+        FedGuildError: a config, a row or a column is wrong, or a run failed; the others can be continued.
+
+    Examples:
+        >>> import fedguild
+        >>> small = ["federation.clients=4", "federation.rounds=1", "training.steps=1", "evaluation.max_examples=2"]
+        >>> comparison = fedguild.compare(
+        ...     ["flame/tiny-tasks", "fedit/tiny-tasks-ranks"], *small, seeds=[0], output="runs/compared"
+        ... )
+        >>> frame = comparison.frame()
+        >>> sorted(frame.row.unique()), list(frame.columns)
+        (['fedit-tiny-tasks-ranks', 'flame-tiny-tasks'], ['row', 'score', 'seed', 'value', 'difference'])
+    """
+    given = gather(dataset, partition, metrics, callbacks)
+    launch = Launch(jobs, launcher, address, cores, progress, tell)
+    folder = Path(output) if output else default_folder(configs)
+    content: Table | None = None
+    if isinstance(configs, str):
+        content = _table(configs).load()
+        wanted = table_rows(table_cells(configs, content, list(rows or ()), list(columns or ())))
+        grid = plan_grid(wanted, content.seeds if seeds is None else seeds, folder, overrides, given)
+    else:
+        if rows or columns:
+            raise ConfigError(
+                "Rows and columns choose from a table, but none is given.",
+                f"Tables: {', '.join(table.name for table in tables())}.",
+            )
+        if not configs:
+            raise ConfigError(
+                "There is no config to compare.",
+                "Give presets or YAML files: `fedguild presets` lists those that ship.",
+            )
+        grid = plan_grid([Row(one) for one in configs], SEEDS if seeds is None else seeds, folder, overrides, given)
+    chosen = _reference(reference, grid, content)
+    launch.complete(grid)
+    return _compared(grid, chosen, configs if isinstance(configs, str) else "", content)
+
+
+def default_folder(configs: str | Sequence[Given]) -> Path:
+    """Returns the folder of a comparison's runs where none is given: `runs/TABLE` of a table, else `runs/compare`."""
+    return Path("runs") / configs.replace("/", "-") if isinstance(configs, str) else Path("runs/compare")
+
+
+def is_table(name: object) -> bool:
+    """Whether this is the name of a table that ships with FedGuild."""
+    return any(table.name == name for table in tables())
+
+
+def _compared(grid: RunGrid, reference: str, name: str, table: Table | None) -> Comparison:
+    """Writes a page for each column, and the table's overview; returns the comparison."""
+    from fedguild.measuring.log.folder import load_run
+    from fedguild.report.comparison import compare as compared
+    from fedguild.report.html import write_comparison
+    from fedguild.report.overview import write_overview
+
+    runs = {cell.folder: load_run(cell.folder) for cell in grid.cells}
+    folders = {column: _folders(grid.rows(column)) for column in grid.columns}
+    drawn = _table_figures(grid, runs, table) if table else {}
+    by_column, pages = {}, {}
+    for column, rows in folders.items():
+        by_column[column] = compared({row: [runs[one] for one in members] for row, members in rows.items()}, reference)
+        pages[column] = write_comparison(
+            rows, grid.folder / column, reference=reference, title=column or None, drawn=drawn
+        )
+    scores: Mapping[str, str] = table.scores if table else {}
+    overview = write_overview(by_column, scores, name, grid.folder) if table else None
+    return Comparison(grid.folder, by_column, folders, pages, name, scores, overview)
+
+
+def _folders(rows: Mapping[str, Sequence[Cell]]) -> dict[str, list[Path]]:
+    return {name: [cell.folder for cell in cells] for name, cells in rows.items()}
+
+
+def _table_figures(grid: RunGrid, runs: Mapping[Path, Run], table: Table) -> dict[str, Callable[[float], str]]:
+    """Returns a table's figures of the comparison's own runs: caption -> what draws the figure at a width in inches.
+
+    One for which a cell was not run is left out.
+    """
+    from fedguild.report.table_figures import CellScores, for_page
+
+    if not table.drawn_scores and table.rounds is None:
+        return {}
+    scores = [CellScores.of(runs[cell.folder], cell.config.name, cell.row.column or ONLY_COLUMN) for cell in grid.cells]
+    return for_page(table, scores)
+
+
+def _table(name: str) -> ShippedTable:
+    known = {table.name: table for table in tables()}
+    if name not in known:
+        raise ConfigError(
+            f"There is no table '{name}'.", f"{nearest(name, known)} To compare configs, give them as a list."
+        )
+    return known[name]
+
+
+def _reference(asked: str | None, grid: RunGrid, table: Table | None) -> str:
+    """Returns the name of the row that the others are compared with: the one asked for, the table's own, or the last.
+
+    Raises:
+        ConfigError: there is no such row. A config may be meant as it was given, or by its name.
+    """
+    names = [cell.config.name for cell in grid.cells]
+    if asked is None:
+        return table.reference if table and table.reference in names else names[-1]
+    known = {} if table else {str(cell.row.given): cell.config.name for cell in grid.cells}
+    known |= dict(zip(names, names, strict=True))
+    if asked not in known:
+        what = "configs" if table is None else "rows"
+        raise ConfigError(f"The reference '{asked}' is not one of the compared {what}.", nearest(asked, known))
+    return known[asked]

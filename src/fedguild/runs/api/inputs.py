@@ -1,0 +1,137 @@
+"""Arguments of the API that a config cannot hold, as the settings and files that stand for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from fedguild.config import Config, load_config
+from fedguild.config.data import GIVEN
+from fedguild.config.explaining import Layer
+from fedguild.config.loading import Given
+from fedguild.core.errors import ConfigError
+from fedguild.data.given import GivenData, as_file, rows_of
+from fedguild.data.partition import Assignment, PartitionScheme, in_integers
+from fedguild.measuring.scores.metrics import METRICS, TAKEN, Metric
+
+if TYPE_CHECKING:
+    import datasets
+    import pandas
+
+    from fedguild.runs.callbacks import Callback
+    from fedguild.runs.experiment import Preparation
+
+    Rows: TypeAlias = datasets.Dataset | pandas.DataFrame | Sequence[Mapping[str, Any]]
+    Dataset: TypeAlias = Rows | datasets.DatasetDict | Mapping[str, Rows] | str | Path
+    """Rows, rows by split, or a file, folder or hub id."""
+
+Partition = PartitionScheme | Assignment
+"""A function of examples, clients and a generator, or what it returns."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What was given in Python: the settings that stand for it, and the objects themselves.
+
+    Attributes:
+        layers: Settings, above a config's and below its overrides.
+        data: The data and the partition; None if the config names them.
+        metrics: The metrics by name.
+        callbacks: The callbacks.
+    """
+
+    layers: tuple[Layer, ...] = ()
+    data: GivenData | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    callbacks: tuple[Callback, ...] = ()
+
+    @property
+    def has_functions(self) -> bool:
+        """Whether a run needs functions of this process."""
+        return bool(self.metrics or self.callbacks)
+
+    def config(self, given: Given, overrides: Sequence[str], between: Sequence[Layer] = ()) -> Config:
+        """Returns a config with the settings of what was given, which lie above `between`.
+
+        Raises:
+            ConfigError: there is no such config, or a setting is wrong.
+        """
+        config = load_config(given, overrides, between=[*between, *self.layers])
+        missing = [name for name in self.metrics if name not in config.evaluation.metrics]
+        if not missing:
+            return config
+        names = [*config.evaluation.metrics, *missing]
+        return load_config(config, [f"evaluation.metrics={json.dumps(names)}"])
+
+    def preparation(self) -> Preparation:
+        """Returns the function that builds a run from its config and these objects."""
+        from fedguild.runs.setup import prepare
+
+        return partial(prepare, data=self.data, metrics=self.metrics)
+
+
+def gather(
+    dataset: Dataset | None = None,
+    partition: Partition | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    callbacks: Iterable[Callback] = (),
+) -> Inputs:
+    """Returns what was given in Python.
+
+    Raises:
+        DataError: the dataset is of no accepted kind, or has no rows to train on, or the partition has an entry that is
+            no integer.
+        ConfigError: the partition is neither a function nor an assignment, a metric's name is taken, or a callback is
+            no function.
+    """
+    from fedguild.runs.callbacks import listed
+
+    data: dict[str, Any] = {}
+    files: dict[str, bytes] = {}
+    if isinstance(dataset, (str, Path)):
+        data |= {"dataset": "instructions", "train": str(dataset), "test": None}
+    elif dataset is not None:
+        data |= {"dataset": "instructions", "train": None, "test": None}
+        for split, rows in rows_of(dataset).items():
+            file, content = as_file(rows)
+            files[file] = content
+            data[split] = GIVEN + file.removesuffix(".jsonl")
+    scheme = None
+    if partition is not None:
+        scheme, name = _scheme(partition)
+        data["partition"] = {"scheme": GIVEN + name}
+    if not isinstance(metrics, (Mapping, NoneType)):
+        raise ConfigError(
+            f"metrics takes a mapping of names to functions of two texts, not {metrics!r}.",
+            "Metrics that ship are a setting: 'evaluation.metrics=[NAME]'.",
+        )
+    own = dict(metrics or {})
+    for name, metric in own.items():
+        if name in TAKEN or name in METRICS:
+            raise ConfigError(f"A metric cannot be named '{name}': that is the name of another figure.")
+        if not callable(metric):
+            raise ConfigError(f"The metric '{name}' is a {type(metric).__name__}, not a function of two texts.")
+    layers = (Layer("what was given in Python", {"data": data}),) if data else ()
+    return Inputs(layers, GivenData(files, scheme) if files or scheme else None, own, listed(callbacks))
+
+
+def _scheme(partition: Partition) -> tuple[PartitionScheme, str]:
+    """Returns a partition as a function, and the name by which its config knows it."""
+    if callable(partition):
+        named = getattr(partition, "__qualname__", type(partition).__qualname__)
+        return partition, f"{getattr(partition, '__module__', '')}.{named}".strip(".")
+    assignment: Any = partition
+    if isinstance(assignment, str) or not hasattr(assignment, "__len__"):
+        raise ConfigError(
+            f"A partition cannot be a {type(partition).__name__}.",
+            "Accepted: a function of (examples, clients, generator), a client for each example, or for each client the "
+            "indices of its examples. One of those that ship is a setting: 'data.partition.scheme=iid'.",
+        )
+    listed = in_integers(assignment)
+    name, _ = as_file([{"assignment": listed}])
+    return (lambda examples, clients, rng: listed), name.removesuffix(".jsonl")

@@ -1,0 +1,198 @@
+"""The grid of runs under `compare`, `sweep` and the recorded tables: every row at every seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from fedguild.config import Config, TableCell, load_saved
+from fedguild.config.explaining import Layer
+from fedguild.config.loading import Given
+from fedguild.config.table import ONLY_COLUMN
+from fedguild.core.errors import ConfigError
+from fedguild.core.files import write_json
+from fedguild.core.layout import CHECKPOINTS, CONFIG, STOPPED
+from fedguild.measuring.log.index import PLAN_FILE, REPORT_FILE
+from fedguild.runs.api.inputs import Inputs
+from fedguild.runs.results import has_begun
+from fedguild.server import checkpoint
+
+SEEDS = (0, 1, 2)
+_OWN_SETTINGS = {"seed": "seeds", "output": "output"}
+"""Setting of a run -> the option that sets it for the runs of a grid."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A config that is run at every seed.
+
+    Attributes:
+        given: The config as it was given.
+        settings: Overrides of this row.
+        layers: Settings above the config's and below all overrides.
+        column: The column of a table; empty where there is only one.
+        values: Swept key -> value.
+    """
+
+    given: Given
+    settings: tuple[str, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    column: str = ""
+    values: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A row at one seed, and the folder of its run."""
+
+    config: Config
+    folder: Path
+    row: Row
+
+    @property
+    def config_to_run(self) -> Config:
+        """The config as it runs: in trackers, the runs of a grid are a group, and each has its own name."""
+        from fedguild.runs.tracking.sending import for_comparison
+
+        return for_comparison(self.config, self.folder.absolute().parents[1].name)
+
+    @property
+    def title(self) -> str:
+        return f"{self.config.name} seed {self.config.seed}"
+
+    def state(self) -> Literal["absent", "partial", "finished"]:
+        """Returns the progress of the run in the folder.
+
+        Raises:
+            ConfigError: the folder holds a run with other settings.
+        """
+        if not has_begun(self.folder):
+            return "absent"
+        if load_saved(self.folder / CONFIG).fingerprint() != self.config.fingerprint():
+            raise ConfigError(
+                f"{self.folder} holds a run with settings other than {self.config.name}, seed {self.config.seed}.",
+                "Give another --output, or remove that folder.",
+            )
+        last = checkpoint.latest(self.folder / CHECKPOINTS)
+        ended = last == self.config.federation.rounds or (self.folder / STOPPED).is_file()
+        return "finished" if ended and (self.folder / REPORT_FILE).is_file() else "partial"
+
+
+@dataclass(frozen=True)
+class RunGrid:
+    """Rows × seeds.
+
+    Attributes:
+        folder: Parent folder of the runs: `COLUMN/NAME/seed-N`, without columns `NAME/seed-N`.
+        cells: The runs, row by row.
+        inputs: What was given in Python for all of them.
+    """
+
+    folder: Path
+    cells: tuple[Cell, ...]
+    inputs: Inputs
+
+    @property
+    def columns(self) -> list[str]:
+        return list(dict.fromkeys(cell.row.column for cell in self.cells))
+
+    def rows(self, column: str = "") -> dict[str, list[Cell]]:
+        """Returns the cells of a column by the names of their configs."""
+        rows: dict[str, list[Cell]] = {}
+        for cell in self.cells:
+            if cell.row.column == column:
+                rows.setdefault(cell.config.name, []).append(cell)
+        return rows
+
+    def write_plan(self) -> None:
+        """Writes which runs there will be, so that a page can show those that have not begun."""
+        cells = [
+            {
+                "row": cell.config.name,
+                "column": cell.row.column,
+                "seed": cell.config.seed,
+                "folder": cell.folder.relative_to(self.folder).as_posix(),
+            }
+            for cell in self.cells
+        ]
+        write_json(self.folder / PLAN_FILE, {"cells": cells})
+
+
+def plan_grid(
+    rows: Sequence[Row],
+    seeds: Sequence[int],
+    folder: Path,
+    overrides: Sequence[str] = (),
+    inputs: Inputs | None = None,
+    of: Literal["comparison", "sweep"] = "comparison",
+) -> RunGrid:
+    """Returns the grid of some rows and seeds; every config is checked before any is run.
+
+    Args:
+        rows: The rows, those of a column together.
+        seeds: The seeds.
+        folder: Parent folder of the runs.
+        overrides: Settings of all rows.
+        inputs: What was given in Python for all of them.
+        of: What the runs belong to, for messages.
+
+    Raises:
+        FedGuildError: a config or a method's options are wrong or do not fit, two rows have the same name, a seed or a
+            folder is among the settings, or the seeds are no sequence of different numbers.
+    """
+    _refuse_own_settings(overrides, of)
+    inputs = inputs or Inputs()
+    cells = []
+    for row in rows:
+        for seed in _checked(seeds):
+            settings = [*overrides, *row.settings, f"seed={seed}"]
+            config = require_fit(inputs.config(row.given, settings, between=row.layers))
+            cells.append(Cell(config, folder / row.column / config.name / f"seed-{seed}", row))
+    folders = [cell.folder for cell in cells]
+    repeated = next((cell.config.name for cell in cells if folders.count(cell.folder) > 1), None)
+    if repeated is not None:
+        raise ConfigError(f"Two of the configs are named '{repeated}'.", "Give each its own `name`.")
+    return RunGrid(folder, tuple(cells), inputs)
+
+
+def table_rows(cells: Sequence[TableCell]) -> list[Row]:
+    """Returns the rows of a table's cells, column by column."""
+    columns = list(dict.fromkeys(cell.column for cell in cells))
+    named = columns != [ONLY_COLUMN]
+    ordered = sorted(cells, key=lambda cell: columns.index(cell.column))
+    return [Row(cell.preset, layers=cell.layers, column=cell.column if named else "") for cell in ordered]
+
+
+def require_fit(config: Config) -> Config:
+    """Returns a config whose method takes its options and fits.
+
+    Raises:
+        ModelError, ConfigError: the method or one of its options is unknown, out of range, or does not fit.
+    """
+    from fedguild.runs.setup import check_config
+    from fedguild.runs.tracking import check_trackers
+
+    check_config(config)
+    check_trackers(config.tracking.trackers)
+    return config
+
+
+def _refuse_own_settings(overrides: Sequence[str], of: str) -> None:
+    """Raises ConfigError for settings that every run has its own of: given for all of them they would do nothing."""
+    for key, _, value in (str(text).partition("=") for text in overrides):
+        if key.strip() in _OWN_SETTINGS:
+            option = _OWN_SETTINGS[key.strip()]
+            raise ConfigError(
+                f"{key.strip()}={value} is a setting of one run, and a {of} has several.",
+                f"Give --{option} {value}, or in Python `{option}`.",
+            )
+
+
+def _checked(seeds: Sequence[int]) -> tuple[int, ...]:
+    if not isinstance(seeds, Iterable) or not (seeds := tuple(seeds)):
+        raise ConfigError(f"seeds takes a sequence of whole numbers, got {seeds!r}.", "For example seeds=[0, 1, 2].")
+    if len(set(seeds)) < len(seeds):
+        raise ConfigError(f"A seed is given twice: {', '.join(map(str, seeds))}.")
+    return seeds

@@ -1,0 +1,96 @@
+"""The limit on the bytes of a whole run: what a round could cost is known before it begins, from shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from fedguild.client.budget import ClientInfo
+from fedguild.core.accounting import count_traffic
+from fedguild.core.codec import Codec
+from fedguild.core.payload import Payload
+from fedguild.measuring.log.records import Record, TrafficRecord
+from fedguild.model.info import ModelInfo
+from fedguild.server.method import Method
+
+
+@dataclass
+class ByteBudget:
+    """The bytes that a run may still move, both ways, counted as `ClientRecord` counts them.
+
+    Attributes:
+        limit_bytes: `federation.byte_limit`.
+        spent_bytes: What the rounds so far have moved, late and repeated uploads included.
+        planned: Client index -> bytes that one attempt of the current round may cost it.
+    """
+
+    limit_bytes: int
+    spent_bytes: int = 0
+    planned: dict[int, int] = field(default_factory=dict)
+    _granted_bytes: int = 0
+
+    @classmethod
+    def after(cls, limit_bytes: int, records: Iterable[Record]) -> ByteBudget:
+        """Returns the budget as the rounds of a log left it."""
+        seen = [record for record in records if isinstance(record, TrafficRecord)]
+        return cls(limit_bytes, seen[-1].total_bytes if seen else 0)
+
+    def plan(self, method: Method, state: Payload, model: ModelInfo, asked: Sequence[ClientInfo], codec: Codec) -> None:
+        """Counts what a round costs if every client that it asks delivers all that it may send.
+
+        Args:
+            method: The method.
+            state: Its state before the round, without the server's momentum.
+            model: The backbone's description.
+            asked: The clients.
+            codec: The encoding on the wire.
+        """
+        self.planned = {client.index: _attempt_bytes(method, state, model, client, codec) for client in asked}
+        self._granted_bytes = self.round_bytes
+
+    @property
+    def round_bytes(self) -> int:
+        """What the planned round costs without further attempts."""
+        return sum(self.planned.values())
+
+    def refusal(self, round_index: int) -> str:
+        """Returns why the planned round may not begin; empty if it may."""
+        if self.spent_bytes + self.round_bytes <= self.limit_bytes:
+            return ""
+        return (
+            f"round {round_index} could move {self.round_bytes:,} bytes, but of the limit of {self.limit_bytes:,} "
+            f"(federation.byte_limit) {self.limit_bytes - self.spent_bytes:,} are left"
+        )
+
+    def again(self, clients: Sequence[ClientInfo]) -> list[ClientInfo]:
+        """Returns those clients, in order, that may be asked once more in the round within the limit."""
+        able = []
+        for client in clients:
+            cost = self.planned.get(client.index, 0)
+            if self.spent_bytes + self._granted_bytes + cost <= self.limit_bytes:
+                self._granted_bytes += cost
+                able.append(client)
+        return able
+
+    def record(self, round_index: int, moved_bytes: int) -> TrafficRecord:
+        """Books a complete round and returns its record."""
+        self.spent_bytes += moved_bytes
+        return TrafficRecord(
+            round=round_index,
+            planned_bytes=self.round_bytes,
+            round_bytes=moved_bytes,
+            total_bytes=self.spent_bytes,
+            limit_bytes=self.limit_bytes,
+        )
+
+
+def _attempt_bytes(method: Method, state: Payload, model: ModelInfo, client: ClientInfo, codec: Codec) -> int:
+    """Returns the bytes of a client's download and of the largest upload that may answer it."""
+    download = method.download(state, model, client)
+    shapes = method.expected_upload(model, client, download)
+    largest = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
+    upload = Payload(largest, method.expected_scalars(download))
+    traffic = count_traffic(0, client.index, download, upload, codec)
+    return traffic.download_bytes + traffic.upload_bytes

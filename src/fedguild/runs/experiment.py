@@ -1,0 +1,644 @@
+"""A run from config to report, in the order in which it happens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fedguild.client.budget import ClientInfo
+from fedguild.client.merge_ledger import MergeLedger
+from fedguild.config import Config, load_saved
+from fedguild.core.errors import CheckpointError, ConfigError, DivergedError, FedGuildError
+from fedguild.core.files import write_json, write_text
+from fedguild.core.layout import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, METHOD, PARTITION, STOPPED
+from fedguild.core.locking import run_lock
+from fedguild.core.payload import Payload
+from fedguild.core.progress import Progress, Silent
+from fedguild.core.sealed import remove_leftovers
+from fedguild.data.batches import count_cut_prompts
+from fedguild.measuring.log.activity import ActivityLog, noted
+from fedguild.measuring.log.index import REPORT_FILE
+from fedguild.measuring.log.records import (
+    EvaluationRecord,
+    PartitionRecord,
+    PrivacyRecord,
+    Record,
+    Rejection,
+    RoundRecord,
+    RunLog,
+    StrayUpload,
+)
+from fedguild.measuring.scores.metrics import Metric
+from fedguild.runs.byte_budget import ByteBudget
+from fedguild.runs.callbacks import Callback, Delivery, check_scores, listed, make_callback
+from fedguild.runs.environment import describe_environment
+from fedguild.runs.guarantee import Privacy
+from fedguild.runs.recording import believable_tokens, client_records, observation_records, routing_record
+from fedguild.runs.results import RunResult, has_begun, result_of, write_stopping_reason
+from fedguild.runs.scoring import (
+    diagnosed,
+    evaluate_state,
+    recorded_scores,
+    require_scorable,
+    untrained_loss,
+)
+from fedguild.runs.setup import (
+    Experiment,
+    PreparedData,
+    Split,
+    check_config,
+    cut_of,
+    dropped_of,
+    make_engine,
+    method_of,
+    method_record,
+    prepare,
+    prepare_data,
+    protection_of,
+    require_examples,
+    require_split,
+)
+from fedguild.runs.tracking.sending import Tracking
+from fedguild.server import checkpoint
+from fedguild.server.checkpoint import Checkpoint
+from fedguild.server.divergence import require_learning
+from fedguild.server.engine import Engine
+from fedguild.server.merge_history import merges
+from fedguild.server.method import starting_rng
+from fedguild.server.optimizer import without_momentum
+from fedguild.server.round import Again, Outcome, RoundSetup
+from fedguild.server.rounds import run_round
+from fedguild.server.sampling import sample
+
+__all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
+
+Preparation = Callable[[Config, Path, Progress | None], Experiment]
+
+PRIVACY = "privacy.json"
+"""The file in a run's folder with what its differential privacy protects, and under which assumptions."""
+ACCEPTED = "accepted"
+"""Key of the clients whose uploads of the round are included in a checkpoint's state."""
+LOG_SEAL = "log_seal"
+"""Key of the seal of the run's log, which the log must still have when the run resumes from a checkpoint."""
+
+
+def run(
+    config: Config,
+    output: Path,
+    *,
+    progress: Progress | None = None,
+    preparation: Preparation | None = None,
+    callbacks: Iterable[Callback] = (),
+) -> RunResult:
+    """Runs a config in a new folder.
+
+    Args:
+        config: The run's config.
+        output: The folder to create.
+        progress: Receiver of progress reports.
+        preparation: Builds the experiment; None for simulated clients on this machine alone.
+        callbacks: Receivers of the run's events, beside those that the config names.
+
+    Raises:
+        CheckpointError: the folder already holds a run, or another process is working on it.
+        FedGuildError: anything in the config, the data or the model that the user can fix.
+    """
+    check_config(config)  # before there is a folder
+    with run_lock(output), _tracking(config, progress) as tracking:
+        if has_begun(output):
+            raise CheckpointError(
+                f"{output} already holds a run.", f"Continue with `fedguild resume {output}`, or choose another folder."
+            )
+        every = _callbacks(config, [tracking, *callbacks])
+        for left in (CONFIG, RunLog.FILE):  # of a start that failed
+            (output / left).unlink(missing_ok=True)
+        with noted(output, progress, CONFIG) as told, _divergence_noted(output):
+            experiment = (preparation or prepare)(config, output, told)
+            with _engine_of(experiment) as engine:
+                return _Rounds(experiment, engine, _begin(experiment), first=1, callbacks=every).run()
+
+
+def resume(
+    output: Path,
+    *,
+    progress: Progress | None = None,
+    preparation: Preparation | None = None,
+    round: int | None = None,
+    callbacks: Iterable[Callback] = (),
+) -> RunResult:
+    """Continues a run from its last complete round.
+
+    A run that a callback stopped goes on as if it had not been stopped.
+
+    Args:
+        output: The run's folder.
+        progress: Receiver of progress reports; told if a damaged checkpoint is skipped for the one before it.
+        preparation: As in `run`.
+        round: Goes back to this round, whose checkpoint must still be there; what came after it is removed.
+        callbacks: As in `run`.
+
+    Raises:
+        CheckpointError: the folder holds no run, another process is working on it, no checkpoint is left, or there is
+            none of `round`.
+    """
+    config = _written_config(output)
+    with run_lock(output), _tracking(config, progress) as tracking:
+        remove_leftovers(output, below=True)
+        every = _callbacks(config, [tracking, *callbacks])
+        was_stopped = (output / STOPPED).is_file()
+        with noted(output, progress, CONFIG) as told, _divergence_noted(output):
+            saved = _saved(config, output, told, round)
+            if saved is None:
+                (output / RunLog.FILE).unlink(missing_ok=True)
+                experiment = (preparation or prepare)(config, output, told)
+                with _engine_of(experiment) as engine:
+                    return _Rounds(experiment, engine, _begin(experiment), first=1, callbacks=every).run()
+            RunLog(output).truncate_after(saved.round, saved.extra.get(LOG_SEAL))
+            if round is not None:
+                checkpoint.remove_after(output / CHECKPOINTS, round)
+            accepted = saved.extra.get(ACCEPTED, ())
+            experiment = (preparation or prepare)(config, output, told)
+            if experiment.remote is None:
+                MergeLedger.beside(experiment.memory).refill(merges(saved.state))
+            (output / STOPPED).unlink(missing_ok=True)
+            again = not was_stopped and round is None and saved.round > 0
+            with _engine_of(experiment) as engine:
+                rounds = _Rounds(experiment, engine, saved.state, saved.round + 1, accepted, every)
+                return rounds.run(saved_again=again)
+
+
+@contextmanager
+def _engine_of(experiment: Experiment) -> Iterator[Engine]:
+    """Makes a run's engine, which may also score its models, and closes it in the end."""
+    engine, experiment.scorer = make_engine(experiment)
+    with closing(engine):
+        yield engine
+
+
+@contextmanager
+def _divergence_noted(folder: Path) -> Iterator[None]:
+    """Notes in a run's folder that its training diverged, for those who come later."""
+    (folder / DIVERGED).unlink(missing_ok=True)
+    try:
+        yield
+    except DivergedError as error:
+        write_json(folder / DIVERGED, {"reason": error.message})
+        raise
+
+
+def _saved(config: Config, output: Path, progress: Progress, round: int | None) -> Checkpoint | None:
+    folder, fingerprint = output / CHECKPOINTS, config.fingerprint()
+    if round is None:
+        return checkpoint.load_newest(folder, fingerprint=fingerprint, tell=progress.message)
+    return checkpoint.load(folder, round, fingerprint=fingerprint)
+
+
+def evaluate(
+    output: Path,
+    *,
+    round: int | None = None,
+    split: Split = "test",
+    metrics: Mapping[str, Metric] | None = None,
+) -> RunResult:
+    """Scores the global model of one of a run's rounds again.
+
+    Args:
+        output: The run's folder.
+        round: The round; the last by default.
+        split: Which held-out examples to score.
+        metrics: Metrics that were given in Python.
+
+    Raises:
+        CheckpointError: there is no such run, or no checkpoint of that round.
+        ConfigError: the config names a metric that neither ships nor was given, or the split has no example.
+    """
+    require_split(_written_config(output), split)
+    experiment, state, number = restore(output, round, metrics=metrics or {})
+    require_examples(experiment.data, split)
+    records = evaluate_state(experiment, state, number, split)
+    return result_of(experiment.folder, number, records, output / REPORT_FILE)
+
+
+def restore(
+    output: Path,
+    round: int | None = None,
+    *,
+    progress: Progress | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+) -> tuple[Experiment, Payload, int]:
+    """Returns a run with its state after a round (by default the last), and the round's number.
+
+    Args:
+        output: The run's folder.
+        round: The round; the last by default.
+        progress: Receiver of progress reports.
+        metrics: Metrics that were given in Python; None if nothing is to be scored, and so none is needed.
+
+    Raises:
+        CheckpointError: there is no such run, or no checkpoint of that round.
+    """
+    config = _written_config(output)
+    number = checkpoint.latest(output / CHECKPOINTS) if round is None else round
+    if number is None:
+        raise CheckpointError(f"{output} has no complete round yet.", f"Continue with `fedguild resume {output}`.")
+    saved = checkpoint.load(output / CHECKPOINTS, number, fingerprint=config.fingerprint())
+    known = dict.fromkeys(config.evaluation.metrics, _no_metric) if metrics is None else metrics
+    return prepare(config, output, progress, metrics=known, trains=False), saved.state, number
+
+
+def _no_metric(prediction: str, reference: str) -> float:
+    """Stands for a metric where nothing is scored."""
+    return 0.0
+
+
+def _begin(experiment: Experiment) -> Payload:
+    """Records the initial state of a run, scores it unless the config says not to, and returns it."""
+    config = experiment.config
+    state = experiment.method.start(
+        experiment.backbone.info, experiment.budgets, starting_rng(experiment.method, config.seed)
+    )
+    state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
+    _write_facts(experiment)
+    if config.evaluation.eval_on_start:
+        RunLog(experiment.folder).append(*evaluate_state(experiment, state, 0))
+    else:
+        require_scorable(experiment)
+    return _save(experiment, 0, state)
+
+
+def _callbacks(config: Config, given: Iterable[Callback]) -> list[Callback]:
+    """Returns the callbacks that were given, and those that the config names.
+
+    Raises:
+        ConfigError: a callback is unknown or no function, does not take its options, or needs a score that the run will
+            not have.
+    """
+    every = [*listed(given), *(make_callback(named.name, named.options) for named in config.callbacks)]
+    check_scores(every, recorded_scores(config, method_of(config)))
+    return every
+
+
+def _tracking(config: Config, progress: Progress | None) -> Tracking:
+    """Returns the callback that sends the run's records to the trackers of its config."""
+    return Tracking(config, (progress or Silent()).message)
+
+
+class _Rounds:
+    """The rounds of one run: what is the same in all of them, and what each leaves to the next.
+
+    Args:
+        experiment: The run.
+        engine: Its engine.
+        state: The state before the first of these rounds.
+        first: That round's number.
+        accepted: The clients whose uploads of the round before are in the state.
+        callbacks: Receivers of the run's events.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        engine: Engine,
+        state: Payload,
+        first: int,
+        accepted: Collection[int] = (),
+        callbacks: Iterable[Callback] = (),
+    ) -> None:
+        config, folder, privacy = experiment.config, experiment.folder, experiment.privacy
+        self.experiment, self.state, self.accepted, self.last = experiment, state, accepted, first - 1
+        self.log, self.activity, self.privacy = RunLog(folder), ActivityLog(folder), privacy
+        self.saving_seconds = 0.0
+        self.delivery = Delivery(callbacks, folder, config.federation.rounds, _evaluations(self.log.read()))
+        judged = config.training.loss_limit == "auto" and experiment.remote is None and privacy is None
+        self.untrained = untrained_loss(experiment) if judged else None
+        limit = config.federation.byte_limit
+        self.bytes_left = None if limit is None else ByteBudget.after(limit, self.log.read())
+        self.setup = RoundSetup(
+            experiment.method,
+            experiment.backbone.info,
+            engine,
+            config.federation,
+            config.seed,
+            protection_of(experiment),
+            _again(privacy, self.bytes_left),
+            config.evaluation.diagnostics,
+            self.note,
+        )
+
+    def run(self, *, saved_again: bool = False) -> RunResult:
+        """Runs the rounds: each is trained and aggregated, evaluated, recorded, and saved.
+
+        Args:
+            saved_again: Whether the callbacks get the `Saved` of the round before once more.
+        """
+        if saved_again:
+            self.delivery.saved(self.last)
+        for number in range(self.last + 1, self.setup.rules.rounds + 1):
+            clients = self._begin(number)
+            if not clients:
+                break
+            started = time.perf_counter()
+            with self._failures_noted(number):
+                outcome = run_round(number, self.state, clients, self.setup, self.accepted)
+            self.state, self.accepted = outcome.state, outcome.accepted
+            self._judge(outcome)
+            records = [*self._records_of(outcome), *self._scores_of(outcome)]
+            self._record(outcome, records, started)
+            self._save(number)
+        return _ended(self.experiment, self.last, self.delivery)
+
+    def _begin(self, number: int) -> Sequence[ClientInfo]:
+        """Returns the clients that a round may ask, after telling that it begins; none if the run ends before it."""
+        experiment = self.experiment
+        if self.delivery.reason:
+            if not _evaluations(self.log.read()):  # a report needs a score, and the first was still to come
+                _score_last(experiment, self.state, self.last, self.accepted)
+            return ()
+        if experiment.remote is not None:
+            experiment.clients = experiment.remote.current()
+        clients = experiment.clients if self.privacy is None else _charged(experiment, number)
+        if not clients:
+            _all_stopped(experiment, self.state, self.last, self.accepted)
+            return ()
+        refusal = "" if self.bytes_left is None else self._bytes_refusal(self.bytes_left, clients, number)
+        if refusal:
+            _score_last(experiment, self.state, self.last, self.accepted)
+            self.delivery.stop(refusal)
+            return ()
+        experiment.progress.round_started(number, self.setup.rules.rounds)
+        self.delivery.round_started(number)
+        return clients
+
+    def _bytes_refusal(self, bytes_left: ByteBudget, clients: Sequence[ClientInfo], number: int) -> str:
+        """Returns why a round would pass the limit on the run's bytes; empty if it does not.
+
+        Raises:
+            ConfigError: not even the first round is within the limit.
+        """
+        setup, rules = self.setup, self.setup.rules
+        asked = sample(number, clients, rules.client_fraction, setup.seed, over_selection=rules.over_selection)
+        bytes_left.plan(setup.method, without_momentum(self.state), setup.model, asked, rules.wire_dtype)
+        refusal = bytes_left.refusal(number)
+        if refusal and number == 1:
+            raise ConfigError(
+                f"The run cannot begin: {refusal}.",
+                "Raise federation.byte_limit, lower method.rank or federation.client_fraction, or set "
+                "federation.wire_dtype=bf16.",
+            )
+        return refusal
+
+    def note(self, event: str, **values: Any) -> None:
+        """Takes what happens: for whoever watches, and whom a server asks for its audit log."""
+        self.activity.append(event, **values)
+        if event == "asked" and self.experiment.remote is not None:
+            self.experiment.remote.note_asked(**values)
+
+    @contextmanager
+    def _failures_noted(self, number: int) -> Iterator[None]:
+        """Notes a round that fails, too, where a server has an audit log."""
+        try:
+            yield
+        except FedGuildError as error:
+            if self.experiment.remote is not None:
+                self.experiment.remote.note_failure(number, error.message)
+            raise
+
+    def _judge(self, outcome: Outcome) -> None:
+        """Tells of a round's faults, and ends the run if its training diverged.
+
+        Under `federation.secure` the server has a mean of the losses, which one client can make what it wants.
+        """
+        experiment = self.experiment
+        _tell(experiment.progress, outcome)
+        if experiment.remote is not None:
+            experiment.remote.note(outcome)
+        limit = experiment.config.training.loss_limit
+        try:
+            require_learning(outcome, limit, self.setup.model.vocabulary, self.untrained)
+        except DivergedError:
+            if not experiment.config.federation.secure:
+                raise
+            experiment.progress.message(
+                f"Warning: by the clients' mean loss, the training of round {outcome.round} diverged "
+                "(training.loss_limit). Under federation.secure one client's report may have done that: it goes on."
+            )
+
+    def _records_of(self, outcome: Outcome) -> list[Record]:
+        """Returns what a round's clients, privacy, bytes and method leave for the log."""
+        experiment, number, model = self.experiment, outcome.round, self.setup.model
+        records: list[Record] = [*client_records(outcome, model, self.privacy.rules if self.privacy else None)]
+        if self.privacy is not None:
+            spent = self.privacy.accounts.record(number, experiment.clients)
+            records.append(spent)
+            _tell_spent(experiment.progress, spent)
+        if self.bytes_left is not None:
+            records.append(self.bytes_left.record(number, outcome.moved_bytes))
+        tokens = outcome.tokens()
+        if experiment.remote is not None:
+            tokens = believable_tokens(outcome.asked, tokens, experiment.config.training)
+        records += routing_record(number, outcome.frequencies(), tokens)
+        observed = [*self.setup.method.observe(self.state, model), *outcome.observations]
+        return [*records, *observation_records(number, observed)]
+
+    def _scores_of(self, outcome: Outcome) -> list[Record]:
+        """Returns the scores after a round, where the config asks for them in it."""
+        config, number = self.experiment.config, outcome.round
+        with outcome.clock.phase("evaluate"):
+            if number % config.evaluation.every and number < config.federation.rounds:
+                return []
+            self.note("phase", phase="evaluate")
+            seen = diagnosed(self.experiment, self.state, number) if config.evaluation.diagnostics else []
+            return [*evaluate_state(self.experiment, self.state, number), *seen]
+
+    def _record(self, outcome: Outcome, records: list[Record], started: float) -> None:
+        """Writes a round's records to the log, with the time that it took from `started`, and hands them on."""
+        outcome.phase_seconds["checkpoint"] = self.saving_seconds
+        records.append(_round_record(outcome, time.perf_counter() - started + self.saving_seconds))
+        self.log.append(*records)
+        self.delivery.recorded(outcome.round, records)
+
+    def _save(self, number: int) -> None:
+        """Writes a round's checkpoint, with which it is complete."""
+        started = time.perf_counter()
+        self.state = _save(self.experiment, number, self.state, self.accepted)
+        self.saving_seconds, self.last = time.perf_counter() - started, number
+        self.delivery.saved(number)
+
+
+def write_report(folder: Path) -> Path:
+    """Writes a run's report page; returns its file."""
+    from fedguild.report import html  # matplotlib takes a second to import, and only a whole run needs it
+
+    return html.write_report(folder)
+
+
+def _ended(experiment: Experiment, last: int, delivery: Delivery) -> RunResult:
+    """Writes the report after the last round, and why it is the last if a callback stopped the run.
+
+    Returns:
+        The result.
+    """
+    experiment.progress.stage("Writing the report")
+    report = write_report(experiment.folder)
+    if delivery.reason and last < experiment.config.federation.rounds:
+        write_stopping_reason(experiment.folder, last, delivery.reason)  # last: a run killed before is stopped again
+        experiment.progress.message(f"Stopped after round {last}: {delivery.reason}")
+    scored = _evaluations(RunLog(experiment.folder).read())
+    evaluated = max((record.round for record in scored), default=last)
+    result = result_of(experiment.folder, last, [one for one in scored if one.round == evaluated], report)
+    delivery.finished(last, result)
+    return result
+
+
+def _evaluations(records: Iterable[Record]) -> list[EvaluationRecord]:
+    return [record for record in records if isinstance(record, EvaluationRecord)]
+
+
+def _charged(experiment: Experiment, number: int) -> list[ClientInfo]:
+    """Returns the clients whose budgets reach for a round, after entering it in the accounts of those it asks."""
+    privacy, rules = experiment.privacy, experiment.config.federation
+    assert privacy is not None
+    clients = [client for client in experiment.clients if privacy.accounts.affords(client, number)]
+    if clients:
+        seed = experiment.config.seed
+        asked = sample(number, clients, rules.client_fraction, seed, over_selection=rules.over_selection)
+        privacy.accounts.charge(number, asked, clients)
+    return clients
+
+
+def _all_stopped(experiment: Experiment, state: Payload, last: int, accepted: Collection[int]) -> None:
+    """Says that no client can afford another round, and sees to the scores after the last.
+
+    Raises:
+        ConfigError: not even the first round was affordable.
+    """
+    if last == 0:
+        raise ConfigError(
+            "No client's privacy budget reaches for the first round.",
+            "Raise privacy.max_epsilon or privacy.noise_multiplier, or lower training.steps.",
+        )
+    experiment.progress.message(f"Every client's privacy budget is spent: the run ends after round {last}.")
+    _score_last(experiment, state, last, accepted)
+
+
+def _again(privacy: Privacy | None, bytes_left: ByteBudget | None) -> Again | None:
+    """Returns what decides who may be asked once more in a round: the clients' privacy, and the bytes that are left."""
+    if bytes_left is None:
+        return None if privacy is None else privacy.accounts.again
+
+    def able(round_index: int, clients: Sequence[ClientInfo]) -> Sequence[ClientInfo]:
+        affordable = bytes_left.again(clients)
+        return affordable if privacy is None else privacy.accounts.again(round_index, affordable)
+
+    return able
+
+
+def _score_last(experiment: Experiment, state: Payload, last: int, accepted: Collection[int]) -> None:
+    """Scores the last round of a run that ends early, unless it was scored already."""
+    log = RunLog(experiment.folder)
+    if not any(record.round == last for record in _evaluations(log.read())):
+        log.append(*evaluate_state(experiment, state, last))
+        _save(experiment, last, state, accepted)
+
+
+def _tell_spent(progress: Progress, spent: PrivacyRecord) -> None:
+    """Reports what the clients have spent, and who takes part no more."""
+    highest = max(spent.epsilon, default=0.0)
+    stopped = f"; stopped: {', '.join(map(str, spent.stopped))}" if spent.stopped else ""
+    progress.message(f"Round {spent.round}: ε up to {highest:.3f} at δ = {spent.delta:g} per {spent.unit}{stopped}")
+
+
+def _round_record(outcome: Outcome, seconds: float) -> RoundRecord:
+    return RoundRecord(
+        round=outcome.round,
+        seconds=seconds,
+        phase_seconds=outcome.phase_seconds,
+        participants=[client.index for client in outcome.asked],
+        rejected=[Rejection(client=client, reason=reason) for client, reason in sorted(outcome.rejected.items())],
+        unneeded=outcome.unneeded,
+        retried=outcome.retried,
+        strays=[StrayUpload(**asdict(stray)) for stray in outcome.strays],
+        faults=[Rejection(client=client, reason=what) for client, what in sorted(outcome.faults.items())],
+    )
+
+
+def _tell(progress: Progress, outcome: Outcome) -> None:
+    """Reports a round's rejected and stray uploads and its clients' faults, which are also in its records."""
+    for client, reason in outcome.rejected.items():
+        progress.message(f"Round {outcome.round}: the upload of client {client} was rejected: {reason}")
+    for stray in outcome.strays:
+        what = f"an upload of client {stray.client} for round {stray.round}"
+        fate = f"was dropped: {stray.dropped}" if stray.dropped else "came late and was aggregated"
+        progress.message(f"Round {outcome.round}: {what} {fate}")
+    for client, fault in outcome.faults.items():
+        progress.message(f"Round {outcome.round}: client {client} did wrong, which the others made good: {fault}")
+
+
+def _save(experiment: Experiment, number: int, state: Payload, accepted: Collection[int] = ()) -> Payload:
+    """Writes a round's checkpoint; returns the state, its history mapped from the files."""
+    folder = experiment.folder / CHECKPOINTS
+    saved = checkpoint.save(
+        folder,
+        number,
+        state,
+        fingerprint=experiment.config.fingerprint(),
+        extra={ACCEPTED: list(accepted), LOG_SEAL: RunLog(experiment.folder).seal},
+        keep=experiment.config.federation.save_total_limit,
+    )
+    experiment.memory.forget(checkpoint.rounds(folder)[0])
+    return saved
+
+
+def _write_facts(experiment: Experiment) -> None:
+    """Writes the facts known before the first round, the config last because it marks the folder as a run's."""
+    folder, table, backbone = experiment.folder, experiment.data.partition_table, experiment.backbone
+    write_json(folder / ENVIRONMENT, describe_environment(backbone.device, backbone.dtype))
+    partition_record = PartitionRecord(
+        labels=list(table.labels),
+        counts=[list(row) for row in table.counts],
+        split=experiment.data.sizes(),
+        dropped={} if experiment.remote else dropped_of(experiment.data, experiment.config),
+        cut=_told_cut(experiment),
+    )
+    write_json(folder / PARTITION, partition_record.model_dump(mode="json"))
+    write_json(folder / METHOD, method_record(method_of(experiment.config), experiment.method))
+    if experiment.privacy is not None:
+        guarantee = experiment.privacy.guarantee()
+        write_json(folder / PRIVACY, {"guarantee": guarantee})
+        for sentence in guarantee:
+            experiment.progress.message(sentence)
+    write_text(folder / CONFIG, experiment.config.resolved_yaml())
+
+
+def _told_cut(experiment: Experiment) -> dict[str, int]:
+    """Returns how many training texts are cut, after saying so; nothing where the texts are on other machines."""
+    if experiment.remote is not None:
+        return {}
+    tokenizer, longest = experiment.backbone.tokenizer, experiment.config.data.max_length
+    cut = cut_of(experiment.data, experiment.encoded, tokenizer, longest)
+    for sentence in cut.sentences():
+        experiment.progress.message(sentence)
+    scored = experiment.config.evaluation
+    asked = experiment.data.pooled(scored.split, scored.max_examples, experiment.config.seed)
+    generated = [one for one in asked if scored.answer_mode == "generation" or not one.choices]
+    lost = count_cut_prompts(generated, tokenizer, longest - scored.max_new_tokens)
+    if lost:
+        experiment.progress.message(
+            f"{lost} of {len(generated)} scored prompts lose their beginning (data.max_length is {longest}, of which "
+            f"evaluation.max_new_tokens leaves {longest - scored.max_new_tokens})."
+        )
+    return {"texts": cut.texts, "prompts": cut.prompts, "responses": cut.responses, "scored_prompts": lost}
+
+
+def _written_config(folder: Path) -> Config:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise CheckpointError(
+            f"{folder} is not the folder of a run: it has no config.yaml.",
+            "Give the folder that `fedguild run` wrote, for example runs/flame-tiny-tasks.",
+        )
+    return load_saved(path)

@@ -1,0 +1,370 @@
+"""Scoring of a run's models: the global model at every budget, and each client's: its own, as trained, as received."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from itertools import groupby, islice, zip_longest
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.merge_ledger import MERGE, merge_version, reaches
+from fedguild.config import Config
+from fedguild.core.payload import Payload, digest_of
+from fedguild.data import Example
+from fedguild.data.corpora import corpus_spec
+from fedguild.engines.cohorts import MEMORY_SHARE, free_bytes
+from fedguild.measuring.costs.flops import cost
+from fedguild.measuring.costs.memory import evaluation_batch_tokens
+from fedguild.measuring.log.records import EvaluationRecord, Record
+from fedguild.measuring.scores.likelihood import Candidates, candidate_losses, encode_candidates
+from fedguild.measuring.scores.metrics import METRICS, load_metrics
+from fedguild.measuring.scores.mismatch import Mismatch
+from fedguild.measuring.scores.tasks import EvaluatedModel, Scoring, pad_id
+from fedguild.measuring.scores.tasks import evaluate as score
+from fedguild.model.plan import AdapterPlan, adapter_shapes
+from fedguild.model.slots import SlotModel
+from fedguild.runs.guarantee import require_public_scores
+from fedguild.runs.recording import DEVIATION, Where, evaluation_record, observation_records, summary_record
+from fedguild.runs.setup import Experiment, OwnScope, Split
+from fedguild.server.method import Deployment, Method
+from fedguild.server.optimizer import without_momentum
+
+Model = tuple[str, Budget, Deployment]
+"""A model's name (that of its budget or client), the budget that it runs at, and its deployment."""
+Content = tuple[tuple[str, Budget, AdapterPlan, str], ...]
+Known = dict[Content, list[EvaluationRecord]]
+"""Scores by what the scored models are."""
+MODELS_AT_ONCE = 8
+"""Number of models that share a forward pass if the cohort size is `auto`."""
+DIAGNOSED_TEXTS = 32
+"""Number of held-out texts by which the diagnosis compares numbers of active experts."""
+UNTRAINED_TEXTS = 16
+"""Number of training texts by which the backbone's own loss is estimated."""
+CPU_BATCH_TOKENS, LEAST_BATCH_TOKENS = 8192, 64
+"""Tokens of a batch that `evaluation.batch_tokens: auto` takes on a CPU, where more make nothing faster; the fewest."""
+
+
+def evaluate_state(experiment: Experiment, state: Payload, number: int, split: Split | None = None) -> list[Record]:
+    """Scores the global model at every budget and, if the config asks for it, every client's own model."""
+    settings, method, model = experiment.config.evaluation, experiment.method, experiment.backbone.info
+    split = split or settings.split
+    pooled = experiment.data.pooled(split, settings.max_examples, experiment.config.seed)
+    budgets = experiment.budgets if pooled or experiment.remote is None else []
+    deployed = [(budget, method.deploy(state, model, budget)) for budget in budgets]
+    global_models = [(budget.name, budget, deployment) for budget, deployment in deployed if deployment is not None]
+    records = _scored(experiment, global_models, [pooled] * len(global_models), ("budget", number, split))
+    summary: list[Record] = [summary_record("mean", records)] if records else []
+    own = _scores_own_models(experiment, has_global_model=bool(global_models))
+    known: Known | None = {} if own + settings.trained + settings.received > 1 else None
+    if own:
+        require_public_scores(experiment.config)
+        scored = _client_scores(experiment, "client", state, number, split, known)
+        summary.append(summary_record("mtal", scored))
+        records += scored
+    protocols: list[Literal["trained", "received"]] = []
+    protocols += ["trained"] if settings.trained else []
+    protocols += ["received"] if settings.received else []
+    for protocol in protocols:
+        scored = _client_scores(experiment, protocol, state, number, split, known)
+        summary.append(summary_record(protocol, scored))
+        records += scored
+    if settings.pooled:
+        models = _models(experiment, "received", _excerpts(experiment, state), number)
+        scored = _scored_once(experiment, models, pooled, ("pooled", number, split))
+        summary.append(summary_record("pooled", scored))
+        records += scored
+    experiment.progress.evaluated(
+        {record.name: record.score for record in records if record.scope == "budget"}
+        or {record.name: record.score for record in summary if isinstance(record, EvaluationRecord)}
+    )
+    return [*records, *summary]
+
+
+def diagnosed(experiment: Experiment, state: Payload, number: int) -> list[Record]:
+    """Returns what the budgets' active experts change in the layers of the global model, on some of the scored texts.
+
+    Nothing for a dense model, for a method without a global model, and where the engine's processes hold the weights.
+    """
+    settings, method, model = experiment.config.evaluation, experiment.method, experiment.backbone.info
+    texts = experiment.data.pooled(settings.split, DIAGNOSED_TEXTS, experiment.config.seed)
+    if not model.moe or not texts or experiment.scorer is not None:
+        return []
+    found = [(budget, method.deploy(state, model, budget)) for budget in experiment.budgets]
+    deployed = [(budget, deployment) for budget, deployment in found if deployment is not None]
+    if not deployed or any(_identity(one.merged) != _identity(deployed[0][1].merged) for _, one in deployed):
+        return []
+    plans = [evaluated_plan(experiment, budget, deployment) for budget, deployment in deployed]
+    tokenizer, max_tokens = experiment.backbone.tokenizer, experiment.config.data.max_length
+    rows = [encode_candidates(example, tokenizer, max_tokens) for example in texts]
+    mismatch = Mismatch(experiment.backbone.moe, len(plans))
+    with (
+        experiment.backbone.merged(deployed[0][1].merged),
+        _loaded(experiment, plans, [deployment for _, deployment in deployed]) as (model_in_slots, batch_tokens),
+        mismatch.observing(),
+    ):
+        candidate_losses(model_in_slots, [rows] * len(plans), batch_tokens, pad_id(tokenizer))
+    observations = mismatch.observations([budget.name for budget, _ in deployed])
+    return list(observation_records(number, observations))
+
+
+def require_scorable(experiment: Experiment) -> None:
+    """Checks, before anything is trained, that a run may take the scores that its config asks for.
+
+    Raises:
+        ConfigError: only the clients' own models can be scored, and those scores are not public.
+    """
+    settings, is_local = experiment.config.evaluation, experiment.remote is None
+    pooled = experiment.data.pooled(settings.split, settings.max_examples, experiment.config.seed)
+    has_global_model = experiment.method.has_global_model and (is_local or bool(pooled))
+    if _scores_own_models(experiment, has_global_model=has_global_model):
+        require_public_scores(experiment.config)
+
+
+def _scores_own_models(experiment: Experiment, *, has_global_model: bool) -> bool:
+    """Whether every client's own model is scored: where the config asks for it, or there is nothing else to score."""
+    settings = experiment.config.evaluation
+    return settings.clients or not (has_global_model or settings.trained)
+
+
+def recorded_scores(config: Config, method: Method) -> dict[str, set[str]]:
+    """Returns the scores of a run's budgets and means, as far as its config tells, and the metrics beside each.
+
+    A metric may still be absent where no example of the data has it. With real clients the server may lack examples for
+    a global model, and then has the clients' mean.
+    """
+    settings, real = config.evaluation, config.federation.engine.name == "flower"
+    measures = {"accuracy", corpus_spec(config.data.dataset).metric, *settings.metrics}
+    measures |= {"perplexity"} if settings.perplexity else set()
+    scores: dict[str, set[str]] = {}
+    if method.has_global_model:
+        scores |= {"mean": set(), **{tier.name: measures for tier in config.federation.budgets}}
+    if settings.clients or real or not (method.has_global_model or settings.trained):
+        scores["mtal"] = {DEVIATION}
+    scores |= {name: {DEVIATION} for name in ("trained", "received", "pooled") if getattr(settings, name)}
+    return scores
+
+
+def _client_scores(
+    experiment: Experiment, scope: OwnScope, state: Payload, number: int, split: Split, known: Known | None
+) -> list[EvaluationRecord]:
+    """Returns every client's score on its own held-out examples, computed where the examples are stored."""
+    if experiment.remote is not None:
+        return experiment.remote.score(scope, state, number, split)
+    return score_clients(experiment, scope, _excerpts(experiment, state), number, split, known)
+
+
+def score_clients(
+    experiment: Experiment,
+    scope: OwnScope,
+    excerpt_of: Callable[[ClientInfo], Payload],
+    number: int,
+    split: Split,
+    known: Known | None = None,
+) -> list[EvaluationRecord]:
+    """Scores an experiment's clients on their own held-out examples.
+
+    With most methods a client's own model is the one that it trained or the one that it receives, which is then scored
+    once.
+
+    Args:
+        experiment: The run; with real clients, the run of one of them.
+        scope: `client` for a client's own model, `trained` for the model that its training left, `received` for the one
+            with which it would begin its next round.
+        excerpt_of: Returns a client's excerpt of the state.
+        number: The round that led to the state.
+        split: The split with the examples.
+        known: Scores of the same examples by the models that have them; those of other models are added.
+    """
+    models = _models(experiment, scope, excerpt_of, number)
+    content = None if known is None else _content(models)
+    if known is not None and content is not None and content in known:
+        return [record.model_copy(update={"scope": scope}) for record in known[content]]
+    limit = experiment.config.evaluation.max_examples
+    held_out = [getattr(data, split)[:limit] for data in experiment.data.clients]
+    records = _scored(experiment, models, held_out, (scope, number, split))
+    if known is not None and content is not None:
+        known[content] = records
+    return records
+
+
+def _content(models: Sequence[Model]) -> Content | None:
+    """Returns what several models are, equal only for the same ones; None where the backbone was changed."""
+    if any(deployment.merged for _, _, deployment in models):
+        return None
+    return tuple((name, budget, one.plan, digest_of(one.tensors)) for name, budget, one in models)
+
+
+def _scored(
+    experiment: Experiment,
+    models: Sequence[Model],
+    examples: Sequence[Sequence[Example]],
+    where: Where,
+) -> list[EvaluationRecord]:
+    """Scores several models; those with the same merged backbone are scored together, in groups of a cohort's size."""
+    at_once = experiment.config.federation.cohort_size
+    width = MODELS_AT_ONCE if at_once == "auto" else at_once
+    records: list[EvaluationRecord] = []
+    for _, group in groupby(zip(models, examples, strict=True), key=lambda pair: _identity(pair[0][2].merged)):
+        members = list(group)
+        here = experiment.scorer is None
+        with experiment.backbone.merged(members[0][0][2].merged) if here else nullcontext():
+            for start in range(0, len(members), width):
+                records += _scored_at_once(experiment, members[start : start + width], where)
+    return records
+
+
+def _scored_at_once(
+    experiment: Experiment, members: Sequence[tuple[Model, Sequence[Example]]], where: Where
+) -> list[EvaluationRecord]:
+    """Scores several models, each on its examples, in one pass."""
+    config, backbone = experiment.config, experiment.backbone
+    settings = config.evaluation
+    plans = [evaluated_plan(experiment, budget, deployment) for (_, budget, deployment), _ in members]
+    with _loaded(experiment, plans, [deployment for (_, _, deployment), _ in members]) as (model, batch_tokens):
+        scores = score(
+            model,
+            [examples for _, examples in members],
+            backbone.tokenizer,
+            max_tokens=config.data.max_length,
+            max_new_tokens=settings.max_new_tokens,
+            batch_tokens=batch_tokens,
+            scoring=_scoring(experiment),
+        )
+    flops = [cost(backbone.info, plan).table_flops(1, adapters=False) for plan in plans]
+    return [
+        evaluation_record(name, where, result, plan, per_token, perplexity=settings.perplexity)
+        for ((name, _, _), _), plan, result, per_token in zip(members, plans, scores, flops, strict=True)
+    ]
+
+
+def untrained_loss(experiment: Experiment) -> float:
+    """Returns the backbone's loss on some of the clients' training texts, in nats per response token."""
+    turns = zip_longest(*experiment.encoded.values())
+    texts = islice((text for turn in turns for text in turn if text is not None), UNTRAINED_TEXTS)
+    rows = [
+        Candidates(text.input_ids[: text.prompt_length], (text.input_ids[text.prompt_length :],))
+        for text in texts
+        if text.prompt_length
+    ]
+    nothing = AdapterPlan(())
+    with _loaded(experiment, [nothing], [Deployment(nothing, {})]) as (model, batch_tokens):
+        (losses,) = candidate_losses(model, [rows], batch_tokens, pad_id(experiment.backbone.tokenizer))
+    tokens = sum(len(row.responses[0]) for row in rows)
+    return sum(loss for (loss,) in losses) / max(1, tokens)
+
+
+@contextmanager
+def _loaded(
+    experiment: Experiment, plans: Sequence[AdapterPlan], deployments: Sequence[Deployment]
+) -> Iterator[tuple[EvaluatedModel, int]]:
+    """Loads models for the duration of the block, here or in the engine's processes.
+
+    Yields:
+        The models, and the tokens of a batch.
+    """
+    backbone, scorer = experiment.backbone, experiment.scorer
+    tensors = [deployment.tensors for deployment in deployments]
+    if scorer is not None:
+        with scorer.slots(plans, tensors, deployments[0].merged, backbone.info) as workers:
+            yield workers, _batch_tokens(experiment, plans, scorer.device, scorer.free_bytes)
+        return
+    with SlotModel(backbone, plans) as model:
+        for slot, own in enumerate(tensors):
+            model.load(slot, own)
+        with backbone.without_gradients():
+            yield model, _batch_tokens(experiment, plans, backbone.device, lambda: free_bytes(backbone.device))
+
+
+def _batch_tokens(
+    experiment: Experiment, plans: Sequence[AdapterPlan], device: torch.device, free: Callable[[], int]
+) -> int:
+    """Returns the tokens of a batch: the config's, or as many as fit a GPU's memory beside the loaded slots."""
+    wanted, backbone = experiment.config.evaluation.batch_tokens, experiment.backbone
+    if wanted != "auto":
+        return wanted
+    if device.type == "cpu":
+        return CPU_BATCH_TOKENS
+    dtype, model = backbone.dtype, backbone.info
+    casts = dtype.itemsize * sum(math.prod(shape) for plan in plans for shape in adapter_shapes(model, plan).values())
+    room = int(MEMORY_SHARE * max(0, free() - casts))
+    row = experiment.config.data.max_length
+    largest = max(plans, key=lambda plan: plan.active_experts or model.top_k)
+    return max(LEAST_BATCH_TOKENS, evaluation_batch_tokens(model, largest, dtype=dtype, free=room, row_tokens=row))
+
+
+def _identity(merged: Mapping[str, Tensor]) -> list[tuple[str, int]]:
+    """Returns a key that is equal for models whose backbones hold the same tensors."""
+    return [(name, id(tensor)) for name, tensor in merged.items()]
+
+
+def evaluated_plan(experiment: Experiment, budget: Budget, deployment: Deployment) -> AdapterPlan:
+    """Returns a deployment's plan, with the budget's active experts unless the method's are wanted."""
+    model, plan = experiment.backbone.info, deployment.plan
+    if not model.moe:
+        return plan
+    as_method = experiment.config.evaluation.active_experts == "method"
+    return replace(plan, active_experts=(plan.active_experts or model.top_k) if as_method else budget.active_experts)
+
+
+def _scoring(experiment: Experiment) -> Scoring:
+    config, given = experiment.config, experiment.metrics
+    settings, primary = config.evaluation, corpus_spec(config.data.dataset).metric
+    found = load_metrics(name for name in settings.metrics if name not in given)
+    return Scoring(
+        choices="generation" if settings.answer_mode == "generation" else "likelihood",
+        length_normalization=settings.length_normalization,
+        metrics={
+            **{name: given[name] if name in given else found[name] for name in settings.metrics},
+            primary: METRICS.load(primary),
+        },
+        responses=primary,
+    )
+
+
+def _excerpts(experiment: Experiment, state: Payload) -> Callable[[ClientInfo], Payload]:
+    return lambda client: experiment.method.excerpt(without_momentum(state), experiment.backbone.info, client)
+
+
+def _models(
+    experiment: Experiment, scope: OwnScope, excerpt_of: Callable[[ClientInfo], Payload], number: int
+) -> list[Model]:
+    """Returns a model of every client after a round, as `score_clients` names them."""
+    return [
+        (client.name, client.budget, _model(experiment, scope, excerpt_of(client), client, number))
+        for client in experiment.clients
+    ]
+
+
+def _model(experiment: Experiment, scope: OwnScope, excerpt: Payload, client: ClientInfo, number: int) -> Deployment:
+    method, info = experiment.method, experiment.backbone.info
+    memory = experiment.memory.load(client.name, number + 1)
+    if scope == "client":
+        return method.personalize(excerpt, info, client, memory)
+    kept = experiment.memory.trained
+    left = Payload() if scope != "trained" or kept is None else kept.load(client.name, number + 1)
+    if left.tensors and reaches(excerpt.part(MERGE), merge_version(left)):  # else its backbone is part of a later one
+        return method.as_trained(excerpt, info, client, memory, left)
+    return method.as_received(excerpt, info, client, memory)
+
+
+def _scored_once(
+    experiment: Experiment, models: Sequence[Model], examples: Sequence[Example], where: Where
+) -> list[EvaluationRecord]:
+    """Scores several models on the same examples; those that are one and the same are scored once."""
+    distinct: dict[object, Model] = {}
+    keys = []
+    for model in models:
+        _, budget, deployment = model
+        tensors = tuple(_identity(deployment.tensors))
+        key = (budget, deployment.plan, tensors, tuple(_identity(deployment.merged)))
+        keys.append(key)
+        distinct.setdefault(key, model)
+    scored = _scored(experiment, list(distinct.values()), [examples] * len(distinct), where)
+    by_key = dict(zip(distinct, scored, strict=True))
+    return [by_key[key].model_copy(update={"name": name}) for key, (name, _, _) in zip(keys, models, strict=True)]

@@ -1,0 +1,49 @@
+"""Assembly of a run from its config: data, method, backbone, clients and engine.
+
+`data` reads and deals the examples, `fitting` builds the method, `checks` and `method_checks` refuse what cannot work,
+and `preparation` puts an `experiment` together; `engines` and `protection` are what its rounds run on.
+"""
+
+from fedguild.runs.setup.checks import require_examples, require_split
+from fedguild.runs.setup.data import (
+    PreparedData,
+    Split,
+    cut_of,
+    dropped_of,
+    dropped_sentences,
+    encoded_texts,
+    prepare_data,
+)
+from fedguild.runs.setup.engines import make_engine
+from fedguild.runs.setup.experiment import Experiment, OwnScope, run_identity
+from fedguild.runs.setup.fitting import budgets_of, fitted, method_of, method_record, tell_fitted
+from fedguild.runs.setup.method_checks import check_config, check_fit
+from fedguild.runs.setup.preparation import load_model, model_of, prepare
+from fedguild.runs.setup.protection import protection_of
+
+__all__ = [
+    "Experiment",
+    "OwnScope",
+    "PreparedData",
+    "Split",
+    "budgets_of",
+    "check_config",
+    "check_fit",
+    "cut_of",
+    "dropped_of",
+    "dropped_sentences",
+    "encoded_texts",
+    "fitted",
+    "load_model",
+    "make_engine",
+    "method_of",
+    "method_record",
+    "model_of",
+    "prepare",
+    "prepare_data",
+    "protection_of",
+    "require_examples",
+    "require_split",
+    "run_identity",
+    "tell_fitted",
+]

@@ -1,0 +1,126 @@
+"""Data of a run: read, dealt to the clients and split, before any model is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fedguild.config import Config
+from fedguild.config.data import GIVEN
+from fedguild.core.seeding import numpy_rng
+from fedguild.data import (
+    ClientData,
+    Corpus,
+    Example,
+    PartitionTable,
+    load_corpus,
+    partition,
+    partition_table,
+    pooled_test,
+    split_clients,
+)
+from fedguild.data.batches import Cut, Encoded, count_cut, encode
+from fedguild.data.corpora import checked_options, corpus_spec
+from fedguild.data.given import GivenData, given_parts, source
+from fedguild.data.sampling import sample
+
+Split = Literal["test", "validation"]
+"""The held-out examples that models are scored on."""
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """The data of a run, prepared before any model is loaded.
+
+    Attributes:
+        corpus: The corpus.
+        clients: Each client's training, validation and test examples.
+        partition_table: Clients × labels.
+    """
+
+    corpus: Corpus
+    clients: list[ClientData]
+    partition_table: PartitionTable
+
+    def pooled(self, split: Split, limit: int | None, seed: int) -> tuple[Example, ...]:
+        """Returns the held-out examples that the global model is scored on, at most `limit` of them."""
+        if split == "test":
+            return pooled_test(self.corpus, self.clients, limit=limit, seed=seed)
+        validation = tuple(example for client in self.clients for example in client.validation)
+        return sample(validation, limit, numpy_rng(seed, "pooled validation"))
+
+    def sizes(self) -> dict[str, list[int]]:
+        """Returns the number of each client's examples by split."""
+        return {
+            name: [len(getattr(client, name)) for client in self.clients] for name in ("train", "validation", "test")
+        }
+
+
+def prepare_data(config: Config, folder: Path | None = None, given: GivenData | None = None) -> PreparedData:
+    """Loads the corpus, partitions it over the clients and splits every client's share.
+
+    Args:
+        config: The config.
+        folder: The run's folder, with data and the partition if they were given in Python.
+        given: The objects behind them; None if the folder has them.
+
+    Raises:
+        DataError: the data is missing, has the wrong columns, or leaves a client without examples.
+    """
+    data = config.data
+    options = checked_options(corpus_spec(data.dataset), data.options)
+    corpus = load_corpus(
+        data.dataset,
+        train=source(data.train, folder),
+        test=source(data.test, folder),
+        limit=data.max_samples,
+        seed=config.seed,
+        template=data.template,
+        **options,
+    )
+    rng = numpy_rng(config.seed, "partition")
+    rule = data.partition
+    clients_wanted = config.federation.clients
+    if rule.scheme.startswith(GIVEN):
+        scheme = None if given is None else given.partition
+        parts = given_parts(corpus.train, clients_wanted, rng, scheme, folder)
+    else:
+        parts = partition(rule.scheme, corpus.train, clients_wanted, rng=rng, alpha=rule.alpha, minimum=rule.minimum)
+    clients = split_clients(corpus, parts, data.split, seed=config.seed)
+    return PreparedData(corpus, clients, partition_table(corpus.train, parts))
+
+
+def dropped_of(data: PreparedData, config: Config) -> dict[str, int]:
+    """Returns why examples of the source take no part in a run -> how many."""
+    dropped = dict(data.corpus.dropped)
+    shares = sum(data.partition_table.client_sizes)
+    own_test = config.data.split.test_source == "client"
+    used = sum(len(one.train) + len(one.validation) + own_test * len(one.test) for one in data.clients)
+    for reason, count in (
+        ("training examples that the partition gives to no client", len(data.corpus.train) - shares),
+        ("examples above data.split.max_*_samples", shares - used),
+    ):
+        if count > 0:
+            dropped[reason] = count
+    return dropped
+
+
+def dropped_sentences(dropped: Mapping[str, int]) -> list[str]:
+    """Returns a sentence for each reason to leave examples out."""
+    return [f"Left out: {count} {reason}." for reason, count in dropped.items()]
+
+
+def encoded_texts(data: PreparedData, tokenizer: Any, max_tokens: int) -> dict[int, list[Encoded]]:
+    """Returns client index -> its training examples as token ids."""
+    return {
+        index: [encode(example, tokenizer, max_tokens) for example in client.train]
+        for index, client in enumerate(data.clients)
+    }
+
+
+def cut_of(data: PreparedData, encoded: Mapping[int, list[Encoded]], tokenizer: Any, max_tokens: int) -> Cut:
+    """Returns how many of all clients' training texts are cut to `data.max_length`."""
+    pairs = (pair for index, one in enumerate(data.clients) for pair in zip(one.train, encoded[index], strict=True))
+    return count_cut(pairs, tokenizer, max_tokens)

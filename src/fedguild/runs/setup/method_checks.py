@@ -1,0 +1,224 @@
+"""Checks of a method against its config and model, before data is read or a weight is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.config import Config
+from fedguild.config.federation import FederationSettings
+from fedguild.core.errors import ConfigError, FedGuildError
+from fedguild.core.payload import Payload
+from fedguild.engines.torchrun import torchrun_ranks
+from fedguild.model.backbone import describe_config, is_at_hand
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import adapter_shapes
+from fedguild.model.shapes_only import ShapesOnly
+from fedguild.privacy.secure_sum.fixed_point import MOST_CLIENTS
+from fedguild.privacy.secure_sum.form import require_disclosure
+from fedguild.privacy.secure_sum.graph import FEWEST_CLIENTS
+from fedguild.runs.guarantee import check_privacy
+from fedguild.runs.setup.checks import require_room, require_split
+from fedguild.runs.setup.fitting import budgets_of, fitted, method_of
+from fedguild.server.method import Method, secure_form, starting_rng
+from fedguild.server.optimizer import takes_steps
+
+
+def check_config(config: Config) -> None:
+    """Raises any fault of a config that can be found without the network, before anything else is done with it.
+
+    The check covers the model if its config is on this machine: the embedded one, a local folder, or one that ships
+    with FedGuild.
+
+    Raises:
+        ModelError, ConfigError: as `method_of`, `fitted` and `check_fit`.
+    """
+    method, model = method_of(config), config.model
+    if is_at_hand(model.path, model.revision):
+        described = describe_config(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+        check_fit(fitted(method, config, described), config, described)
+
+
+def check_fit(method: Method, config: Config, model: ModelInfo) -> None:
+    """Raises any reason why a method cannot run with the rest of its config on a model.
+
+    Args:
+        method: The method as it runs on the model (`fitted`).
+        config: The config.
+        model: The model's description.
+
+    Raises:
+        ConfigError: a budget asks for more active experts than the model has, a plan does not fit the model, for
+            example because a target names no layer of it, the config wants what the method does not offer, or the
+            method cannot begin with these budgets and clients.
+    """
+    federation, tiers = config.federation, budgets_of(config, model)
+    budgets = list(tiers.values())
+    shapes = [adapter_shapes(model, method.plan(model, budget)) for budget in budgets]
+    equal_shapes = all(one == shapes[0] for one in shapes)
+    _require_trainables(method, shapes)
+    require_split(config, config.evaluation.split)
+    _require_mergeable(method, config)
+    _require_steps(method, federation)
+    _require_mean(method, federation.aggregator, equal_shapes=equal_shapes)
+    if federation.secure:
+        _require_secure(method, federation, model, budgets)
+    _require_single_uploads(config)
+    check_privacy(method, config, equal_shapes=equal_shapes)
+    require_room(config, generates=config.evaluation.answer_mode == "generation")
+    _require_device(method, config)
+    _require_beginning(method, config, model, tiers)
+
+
+def _require_trainables(method: Method, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
+    """Raises ConfigError if no budget has an adapter; `shapes` are those of each budget's."""
+    if not any(shapes):
+        raise ConfigError(
+            f"{method.name} would train nothing with these options: none of its clients has an adapter.",
+            "Give it targets, for example method.targets=[attention].",
+        )
+
+
+def _require_mergeable(method: Method, config: Config) -> None:
+    """Raises ConfigError if the method changes the backbone's weights, and they are kept in 4 bit."""
+    if method.merges_weights and config.model.load_in_4bit:
+        raise ConfigError(
+            f"{method.name} adds its rounds to the backbone's weights, which model.load_in_4bit keeps in 4 bit.",
+            "Set model.load_in_4bit=false, or choose a method that merges nothing.",
+        )
+
+
+def _require_steps(method: Method, federation: FederationSettings) -> None:
+    """Raises ConfigError if the config wants a server's step or momentum with a method that has none."""
+    if takes_steps(method) or (federation.server_step, federation.server_momentum) == (1.0, 0.0):
+        return
+    reason = f"the aggregate of {method.name} is not a mean towards which the server could take a step"
+    if method.is_mean:
+        reason = f"{method.name} has a server's step of its own"
+    raise ConfigError(
+        f"federation.server_step is {federation.server_step:g} and federation.server_momentum is "
+        f"{federation.server_momentum:g}, but {reason}.",
+        f"Leave federation.server_step at 1 and federation.server_momentum at 0; `fedguild methods {method.name}` "
+        "lists the method's own options.",
+    )
+
+
+def _require_mean(method: Method, robust: str, *, equal_shapes: bool) -> None:
+    """Raises ConfigError if the config wants a robust mean where the method's aggregate is none."""
+    if robust == "none" or (method.is_mean and equal_shapes):
+        return
+    reason = (
+        f"the aggregate of {method.name} is not a mean of the clients' adapters, weighted by client alone"
+        if not method.is_mean
+        else "the clients' adapters differ in shape between the budgets"
+    )
+    raise ConfigError(
+        f"federation.aggregator is {robust}, but {reason}.",
+        "Set federation.aggregator=none; federation.norm_factor bounds what one upload can change with every method.",
+    )
+
+
+def _require_secure(
+    method: Method, federation: FederationSettings, model: ModelInfo, budgets: Sequence[Budget]
+) -> None:
+    """Raises ConfigError if a run cannot be aggregated securely."""
+    _require_secure_packages()
+    wanted = federation.wanted_uploads
+    beside = {
+        "wire_dtype": federation.wire_dtype != "fp32"
+        and "masked uploads are words of 32 bits, which cannot be rounded",
+        "aggregator": federation.aggregator != "none" and "it needs single uploads",
+        "norm_factor": federation.norm_factor not in ("auto", None)
+        and "it compares single uploads; each client checks max_update_norm itself",
+        "straggler_policy": federation.straggler_policy != "drop" and "a late upload would be in no sum",
+        "clients": not FEWEST_CLIENTS <= wanted <= MOST_CLIENTS
+        and f"a round has {wanted} of them, but {FEWEST_CLIENTS} to {MOST_CLIENTS} can be aggregated securely",
+        "byte_limit": federation.byte_limit is not None and "the messages of its protocol are not planned",
+        "secure_clients": federation.secure_clients > wanted and f"a round has {wanted} clients only",
+    }
+    for setting, reason in beside.items():
+        if reason:
+            raise ConfigError(f"federation.secure does not go with federation.{setting} as it is: {reason}.")
+    require_disclosure(secure_form(method, model, budgets)[0], federation.secure_disclose, method.name)
+
+
+def _require_secure_packages() -> None:
+    """Raises ConfigError if the packages of secure aggregation are not installed."""
+    try:
+        import Crypto
+        import cryptography
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"federation.secure: the package '{error.name}' is not installed.",
+            "Install the extra: pip install 'fedguild[secure]'.",
+        ) from error
+    del Crypto, cryptography
+
+
+def _require_single_uploads(config: Config) -> None:
+    """Raises ConfigError if uploads are to be compared that the server does not see as they are."""
+    if config.evaluation.diagnostics and (config.federation.secure or config.privacy.unit != "none"):
+        raise ConfigError(
+            "evaluation.diagnostics compares single uploads, which this run keeps from the server or puts noise on.",
+            "Set evaluation.diagnostics=false, or diagnose a run without federation.secure and privacy.unit.",
+        )
+
+
+def _require_device(method: Method, config: Config) -> None:
+    """Raises ConfigError if the config wants of Apple's GPUs (`mps`) what torch does not support on them."""
+    if config.model.device != "mps":
+        return
+    lacking = {
+        f"method.name={method.name}": method.needs_float64 and f"it {method.needs_float64} in fp64",
+        "privacy.unit=example": config.privacy.unit == "example" and "it clips gradients in fp64",
+        "model.load_in_4bit": config.model.load_in_4bit and "bitsandbytes needs CUDA",
+        "federation.engine.name=ray": config.federation.engine.name == "ray" and "Ray assigns CUDA's GPUs",
+        "torchrun": torchrun_ranks() > 1 and "its processes communicate by NCCL or on CPUs",
+    }
+    for setting, reason in lacking.items():
+        if reason:
+            raise ConfigError(f"model.device=mps does not go with {setting}: {reason}.", "Set model.device=cpu.")
+
+
+def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets: Mapping[str, Budget]) -> None:
+    """Raises ConfigError if the method cannot begin with these budgets or clients, before any round.
+
+    It begins on shapes alone, with one example for each client. What only values or examples can tell, the run tells as
+    it begins itself.
+    """
+    state = _first_state(method, model, list(budgets.values()), config.seed)
+    if state is None:
+        return
+    clients = [
+        ClientInfo(index, budgets[tier.name], 1) for index, tier in enumerate(config.federation.budget_per_client())
+    ]
+    try:
+        with ShapesOnly():
+            method.enroll(state, model, clients)
+    except FedGuildError:
+        raise
+    except Exception:
+        return  # the numbers of examples are made up
+
+
+def _first_state(method: Method, model: ModelInfo, budgets: Sequence[Budget], seed: int) -> Payload | None:
+    """Returns the method's state before the first round, of shapes alone; None if the method needs values for it.
+
+    Raises:
+        FedGuildError: the method refuses the budgets.
+        ConfigError: it fails, and no value is missing; the method's own error is the cause.
+    """
+    shapes = ShapesOnly()
+    try:
+        with shapes:
+            return method.start(model, budgets, starting_rng(method, seed))
+    except FedGuildError:
+        raise
+    except Exception as error:
+        if shapes.made_up or re.search(r"\bmeta\b", str(error), re.IGNORECASE):  # as torch calls it
+            return None
+        raise ConfigError(
+            f"{method.name} cannot begin: its `start` raises {type(error).__name__}: {error}",
+            "`fedguild --debug` shows the traceback.",
+        ) from error

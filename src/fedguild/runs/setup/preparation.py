@@ -1,0 +1,126 @@
+"""Preparation of a run: its method, data, backbone and clients, the steps that fail fastest first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import cast
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.memory import ClientMemory
+from fedguild.config import Config
+from fedguild.core.layout import MEMORY
+from fedguild.core.progress import Progress, Silent
+from fedguild.data.given import GivenData
+from fedguild.measuring.scores.metrics import Metric, load_metrics
+from fedguild.model.backbone import Backbone, inspect_model, later_backbone, load_backbone, pick_device
+from fedguild.model.info import ModelInfo
+from fedguild.runs.guarantee import rules_of
+from fedguild.runs.setup.checks import require_examples, require_room, require_start
+from fedguild.runs.setup.data import PreparedData, dropped_of, dropped_sentences, prepare_data
+from fedguild.runs.setup.engines import holds_backbone
+from fedguild.runs.setup.experiment import Experiment
+from fedguild.runs.setup.fitting import budgets_of, fitted, method_of, tell_fitted
+from fedguild.runs.setup.method_checks import check_fit
+
+
+def prepare(
+    config: Config,
+    output: Path,
+    progress: Progress | None = None,
+    *,
+    data: GivenData | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    trains: bool = True,
+) -> Experiment:
+    """Builds the method, the data and the backbone of a run, the steps that fail fastest first.
+
+    Everything that follows from the config and the model's `config.json` is checked before data is read or a weight is
+    loaded.
+
+    Args:
+        config: The run's config.
+        output: Its folder.
+        progress: Receiver of progress reports.
+        data: Data and partition that were given in Python; written into the folder.
+        metrics: Metrics that were given in Python, by the names that the config has.
+        trains: Whether rounds are to follow, here and with simulated clients.
+    """
+    progress = progress or Silent()
+    if trains:
+        require_start(config)
+    given, own_metrics = method_of(config), dict(metrics or {})
+    load_metrics(name for name in config.evaluation.metrics if name not in own_metrics)
+    model = model_of(config)
+    method = fitted(given, config, model)
+    check_fit(method, config, model)
+    tell_fitted(given, method, progress.message)
+    if not model.moe and any(tier.active_experts for tier in config.federation.budgets):
+        progress.message("federation.budgets: active_experts has no effect here, as the model has no experts.")
+    prepared = _read_data(config, output, data, progress, trains=trains)
+    budgets = budgets_of(config, model)
+    return Experiment(
+        config,
+        output,
+        method,
+        prepared,
+        _backbone(config, model, progress),
+        list(budgets.values()),
+        _simulated_clients(config, prepared, budgets),
+        ClientMemory(output / MEMORY, trained=config.evaluation.trained),
+        progress,
+        metrics=own_metrics,
+    )
+
+
+def _read_data(
+    config: Config, output: Path, given: GivenData | None, progress: Progress, *, trains: bool
+) -> PreparedData:
+    """Returns the data of a run, checked for what is to be scored; what was given in Python is written down first."""
+    progress.stage("Reading the data")
+    if given is not None:
+        given.write(output)
+    data, evaluation = prepare_data(config, output, given), config.evaluation
+    if trains:
+        require_examples(data, evaluation.split)
+    scored = data.pooled(evaluation.split, evaluation.max_examples, config.seed)
+    require_room(config, generates=any(not example.choices for example in scored))
+    for sentence in dropped_sentences(dropped_of(data, config)):
+        progress.message(sentence)
+    return data
+
+
+def _backbone(config: Config, model: ModelInfo, progress: Progress) -> Backbone:
+    """Returns the backbone, loaded here unless the engine holds it; it is then loaded on first use."""
+    if holds_backbone(config):
+        return cast(Backbone, later_backbone(model, partial(load_model, config), **config.model.model_dump()))
+    progress.stage(f"Loading the model {config.model.path}")
+    return load_model(config)
+
+
+def _simulated_clients(config: Config, data: PreparedData, budgets: Mapping[str, Budget]) -> list[ClientInfo]:
+    """Returns the clients with their budgets, and their examples as they would say them."""
+    rules, sizes = rules_of(config), [len(client.train) for client in data.clients]
+    return [
+        ClientInfo(index, budgets[tier.name], rules.said_examples(sizes[index]) if rules else sizes[index])
+        for index, tier in enumerate(config.federation.budget_per_client())
+    ]
+
+
+def load_model(config: Config) -> Backbone:
+    """Returns the config's backbone, loaded."""
+    return load_backbone(**config.model.model_dump())
+
+
+def model_of(config: Config) -> ModelInfo:
+    """Returns the description of the config's model and checks its folder, without reading a weight.
+
+    Raises:
+        ModelError: there is no such model, or it cannot be loaded.
+        ConfigError: this machine does not have the device.
+    """
+    model = config.model
+    if config.federation.engine.name != "ray":
+        pick_device(model.device)
+    return inspect_model(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)

@@ -1,0 +1,65 @@
+import torch
+
+from fedguild.core.accounting import Traffic, bytes_by_part, count_traffic, size_bytes
+from fedguild.core.codec import encode
+from fedguild.core.payload import Payload
+
+UPLOAD = Payload(
+    {
+        "adapter/q.lora_A": torch.zeros(4, 8),
+        "adapter/q.lora_B": torch.zeros(8, 4, dtype=torch.bfloat16),
+        "activation/block": torch.zeros(16),
+        "loose": torch.zeros(3, dtype=torch.uint8),
+    },
+    {"examples": 7},
+)
+
+
+def test_size_is_the_length_of_the_encoding():
+    for payload in (UPLOAD, Payload(), Payload(scalars={"only": "text"})):
+        assert size_bytes(payload) == len(encode(payload))
+
+
+def test_size_needs_no_data():
+    huge = Payload({"adapter/experts.lora_A": torch.empty(64, 20, 2048, 1024, device="meta")})
+    data_bytes = 64 * 20 * 2048 * 1024 * 4
+    assert 0 < size_bytes(huge) - data_bytes < 200
+
+
+def test_parts_sum_to_the_size():
+    parts = bytes_by_part(UPLOAD)
+    header_bytes = len(encode(UPLOAD)) - (128 + 64 + 64 + 3)
+    assert parts == {"activation": 64, "adapter": 128 + 64, "header": header_bytes, "loose": 3}
+    assert sum(parts.values()) == size_bytes(UPLOAD)
+
+
+def test_a_part_named_header_is_added_to_it():
+    payload = Payload({"header/x": torch.zeros(10)})
+    assert bytes_by_part(payload) == {"header": len(encode(payload))}
+
+
+def test_traffic_of_a_client_in_a_round():
+    traffic = count_traffic(2, 5, Payload({"adapter/x": torch.zeros(100)}), UPLOAD)
+    assert (traffic.round, traffic.client) == (2, 5)
+    assert traffic.download_by_part["adapter"] == 400
+    assert traffic.upload_bytes == len(encode(UPLOAD))
+    assert traffic.download_bytes == len(encode(Payload({"adapter/x": torch.zeros(100)})))
+
+
+def test_a_client_that_never_answered_sent_nothing():
+    traffic = count_traffic(1, 0, UPLOAD, None)
+    assert traffic == Traffic(1, 0, bytes_by_part(UPLOAD))
+    assert traffic.upload_bytes == 0
+    assert traffic.download_bytes > 0
+
+
+def test_two_attempts_add_up():
+    first, second = (
+        count_traffic(2, 5, UPLOAD, None),
+        count_traffic(2, 5, UPLOAD, Payload({"adapter/x": torch.zeros(3)})),
+    )
+    both = first + second
+    assert (both.round, both.client) == (2, 5)
+    assert both.download_by_part == {part: 2 * size for part, size in first.download_by_part.items()}
+    assert both.upload_by_part == second.upload_by_part
+    assert both.download_bytes == 2 * first.download_bytes

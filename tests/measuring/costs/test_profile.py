@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+
+from fedguild.client.budget import Budget, ClientInfo
+from fedguild.config.training import TrainingSettings
+from fedguild.measuring.costs.flops import cost
+from fedguild.measuring.costs.profile import Profile, profile
+from fedguild.measuring.costs.rows import as_rows
+from fedguild.measuring.costs.tiers import Workload
+from fedguild.methods import METHODS, build_method
+from fedguild.server.method import Method
+from tests.backbones import tiny_backbone
+
+LARGE, SMALL = Budget("large", 4, 3), Budget("small", 1, 1)
+CLIENTS = [ClientInfo(0, LARGE, 10), ClientInfo(1, SMALL, 10), ClientInfo(2, SMALL, 10)]
+TRAINING = TrainingSettings(batch_size=2, gradient_accumulation_steps=2, epochs=2)
+WORK = Workload(examples=10, tokens=16, context_tokens=8, training=TRAINING)
+
+
+def profiled(name: str = "flame", work: Workload = WORK, participants: int = 3, **options: object) -> Profile:
+    return profile(build_method(name, options), tiny_backbone().info, CLIENTS, work, participants=participants)
+
+
+def test_a_round_is_its_steps_and_a_step_its_passes() -> None:
+    """Ten examples by twos are 5 passes, by pairs 3 steps, twice over: 6 steps of 2 passes."""
+    large, small = profiled(rank=2).tiers
+    assert (large.steps, large.clients, small.clients) == (6, 1, 2)
+    counted = cost(tiny_backbone().info, large.plan)
+    assert large.flops_forward == counted.forward_flops(16, 8)
+    assert large.flops_training_step == 2 * counted.training_flops(16, 8)
+    assert large.flops_round == 6 * large.flops_training_step
+    assert large.flops_round_forward == 12 * large.flops_forward
+    assert small.flops_round < large.flops_round
+
+
+def test_a_method_that_states_no_costs_is_profiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    stated = profiled("fedit", rank=2)
+    monkeypatch.setattr(METHODS.load("fedit"), "costs", Method.costs)
+    silent = profiled("fedit", rank=2)
+    assert silent.tiers == stated.tiers
+    assert (silent.server.entry.memory, silent.server.entry.time) == ("not stated", "not stated")
+
+
+def test_checkpointing_adds_a_forward_pass_and_takes_memory() -> None:
+    plain, again = (
+        profiled(rank=2, work=Workload(10, 16, 8, TRAINING, checkpointing=checkpointing)).tiers[0]
+        for checkpointing in (False, True)
+    )
+    assert again.flops_round - plain.flops_round == plain.flops_round_forward
+    assert again.peak_memory.total_bytes < plain.peak_memory.total_bytes
+    assert [row.estimate for row in again.memory] == [row.estimate for row in plain.memory]
+    assert again.peak_memory == again.memory[1].estimate
+
+
+def test_moments_follow_the_optimizer() -> None:
+    def moments(kind: str, momentum: float = 0.0) -> int:
+        training = TrainingSettings(optimizer=kind, momentum=momentum, steps=1)  # type: ignore[arg-type]
+        return Workload(1, 8, 8, training).moments
+
+    assert [moments("adamw"), moments("sgd"), moments("sgd", 0.9)] == [2, 0, 1]
+
+
+def test_under_trivial_a_client_pays_for_every_budget() -> None:
+    large, small = profiled("trivial", targets=["attention"]).tiers
+    assert large.flops_round == small.flops_round
+    assert large.flops_round > large.steps * large.flops_training_step
+    assert large.upload == small.upload
+
+
+def test_a_client_that_is_not_asked_every_round_is_shown() -> None:
+    found = profiled("ub-smoe", participants=2, rank=2, candidates=3)
+    assert found.server.participants == 2
+    small = found.tiers[1]
+    assert small.absent_download is not None
+    assert small.absent_download.bytes > small.download.bytes
+    assert "pseudo_gradient" in small.absent_download.parts
+
+
+def test_the_server_of_a_running_mean_holds_one_upload_and_that_of_a_stack_all() -> None:
+    mean, stacked = profiled("fedit", rank=3).server, profiled("flexlora", rank=3).server
+    assert mean.memory_bytes < 2 * mean.state_bytes + mean.received_bytes
+    assert stacked.memory_bytes == 2 * stacked.state_bytes + stacked.received_bytes
+    assert 0 < mean.running_sum_seconds < 10
+
+
+def test_records_hold_what_is_promised_and_agree_with_each_other() -> None:
+    promised = (
+        "tier parameters_total parameters_active trainable_total trainable_active flops_forward flops_training_step "
+        "upload_bytes download_bytes peak_memory_bytes"
+    )
+    for record in as_rows(profiled("fedalign-moe", rank=2)):
+        assert set(promised.split()) <= set(record)
+        assert record["bytes_are"] == "at most"
+        assert record["upload_least_bytes"] < record["upload_bytes"] == sum(record["upload_parts"].values())
+        assert record["download_bytes"] == sum(record["download_parts"].values())
+        assert record["flops_round"] == record["flops_round_forward"] + record["flops_round_backward"]
+        for row in record["memory"]:
+            assert row["total_bytes"] == sum(value for key, value in row.items() if key[-6:] == "_bytes") / 2
+
+
+@pytest.mark.parametrize(("experts", "each"), [(6, 4), (4, 8 / 3)])
+def test_unequal_shares_are_reported_as_their_mean(experts: int, each: float) -> None:
+    """E k^c / C experts a client: 6 · 2 / 3 = 4, 4 · 2 / 3."""
+    options = {"rank": 2, "experts": experts, "active_experts": 1, "targets": ["q_proj"]}
+    budget = Budget("all", 4, 3)
+    clients = [ClientInfo(index, budget, 10) for index in range(3)]
+    found = profile(build_method("fedamole", options), tiny_backbone().info, clients, WORK, participants=3)
+    (tier,) = found.tiers
+    assert tier.upload.parts["experts"] == pytest.approx(4 * 2 * 2 * (16 + 16) * each, abs=1)
+    assert as_rows(found)[0]["bytes_are"] == "mean over the clients"

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedguild.core.errors import ConfigError, FedGuildError
+from fedguild.measuring.scores.metrics import METRICS, exact_match, load_metrics, measure, rouge_l
+from tests.oracles import metrics as oracle
+from tests.plugins import install
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference"),
+    [
+        ("the cat sat on the mat", "a cat lay on the red mat"),
+        ("The Cat, sat!", "cat sat"),
+        ("b a", "a b"),
+        ("", "something"),
+        ("nothing alike", "other words"),
+        ("one two two three", "two one two three three"),
+    ],
+)
+def test_rouge_l_is_the_longest_common_subsequence(prediction, reference):
+    assert rouge_l.score(prediction, reference) == pytest.approx(oracle.rouge_l(prediction, reference), abs=1e-12)
+
+
+def test_rouge_l_of_a_hand_worked_pair():
+    assert rouge_l.score("police kill the gunman", "police killed the gunman") == pytest.approx(0.75)
+
+
+def test_rouge_l_counts_equal_texts_without_latin_letters():
+    assert rouge_l.score("東京", "東京 ") == 1.0
+    assert rouge_l.score("東京", "大阪") == 0.0
+
+
+def test_exact_match_ignores_case_and_white_space_only():
+    assert exact_match.score("  Two\nwords ", "two words") == 1.0
+    assert exact_match.score("two words.", "two words") == 0.0
+
+
+@pytest.fixture
+def verses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An installed package with a metric, one that returns no number, and two that cannot be used."""
+    source = """
+        def rhyme(prediction, reference):
+            \"\"\"Whether the last letters rhyme.\"\"\"
+            return int(prediction[-2:] == reference[-2:])
+
+        def silence(prediction, reference):
+            return float("nan") if prediction else None
+
+        NUMBER = 3
+    """
+    entries = """
+        [fedguild.metrics]
+        rhyme = verses:rhyme
+        silence = verses:silence
+        number = verses:NUMBER
+        perplexity = verses:rhyme
+    """
+    install(monkeypatch, tmp_path / "verses", "verses", entry_points=entries, modules={"verses.py": source})
+
+
+@pytest.mark.usefixtures("verses")
+def test_a_metric_of_another_package_is_listed_and_measures():
+    rhyme = next(metric for metric in METRICS.found() if metric.name == "rhyme")
+    assert (rhyme.title, rhyme.origin) == ("Whether the last letters rhyme", "verses 1.2")
+    metrics = load_metrics(("rhyme", "exact_match"))
+    assert measure(metrics, "a mouse", "the house") == {"rhyme": 1.0, "exact_match": 0.0}
+
+
+@pytest.mark.usefixtures("verses")
+def test_what_is_no_metric_is_refused_and_leaves_the_others_alone():
+    assert {metric.name: metric.fault for metric in METRICS.checked() if metric.fault} == {
+        "number": "TypeError: a metric is a function of two texts, not a int",
+        "perplexity": "ValueError: perplexity is recorded as another figure",
+    }
+    with pytest.raises(ConfigError, match=r"The metric number \(verses 1.2\) cannot be used: TypeError"):
+        load_metrics(["rouge_l", "number"])
+
+
+@pytest.mark.usefixtures("verses")
+@pytest.mark.parametrize(("prediction", "returned"), [("one", "nan"), ("", "None")])
+def test_a_metric_returns_a_finite_number(prediction: str, returned: str):
+    with pytest.raises(FedGuildError, match=f"The metric 'silence' returned {returned} for the answer '{prediction}'"):
+        measure(load_metrics(["silence"]), prediction, "two")
+
+
+def test_an_unknown_metric_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"evaluation.metrics: there is no metric 'rouge'\.\nDid you mean 'rouge_l'"):
+        load_metrics(["rouge"])
+
+
+def test_listing_the_metrics_does_not_import_torch():
+    code = "import sys; from fedguild.measuring.scores.metrics import METRICS; print(*METRICS, 'torch' in sys.modules)"
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert run.stdout.split() == ["exact_match", "rouge_l", "False"]

@@ -1,0 +1,77 @@
+"""Evaluation against the real SlotModel: what it scores, and what it keeps in memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedguild.core.seeding import torch_rng
+from fedguild.data.batches import Encoded, collate
+from fedguild.data.example import Example
+from fedguild.measuring.costs.memory import memory
+from fedguild.measuring.scores.likelihood import candidate_losses, encode_candidates
+from fedguild.model.adapters.lora import Lora
+from fedguild.model.adapters.output_scale import OutputScale
+from fedguild.model.backbone import make_backbone
+from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.slots import SlotModel
+
+SKY = Example("How is the sky?", "blue", "", "sky", ("blue", "a deep dark grey", "red"), 0)
+NUMBER = Example("One more than three:", "4", "", "count", ("4", "five"), 0)
+FREE = Example("Say hello.", "hello you there", "", "talk")
+
+
+@pytest.fixture(scope="module")
+def backbone(olmoe):
+    return make_backbone(olmoe.network, None, name="random OLMoE")
+
+
+def fill(model: SlotModel) -> None:
+    """Gives every slot adapters of its own, far from zero."""
+    for slot, plan in enumerate(model.plans):
+        rng = torch_rng(0, "adapters", slot)
+        shapes = trainable_shapes(model.backbone.info, plan)
+        model.load(slot, {name: 0.3 * torch.randn(shape, generator=rng) for name, shape in shapes.items()})
+
+
+def test_packed_candidates_score_as_each_alone_under_every_budget(backbone, tokenizer):
+    plans = [
+        AdapterPlan((Lora(4, 1.0, ("attention", "router", "experts")), OutputScale("per_layer")), k) for k in (2, 1, 2)
+    ]
+    examples = [[SKY, FREE, NUMBER], [NUMBER, SKY], []]
+    rows = [[encode_candidates(example, tokenizer, 64) for example in slot] for slot in examples]
+    with SlotModel(backbone, plans) as model:
+        fill(model)
+        packed = candidate_losses(model, rows, batch_tokens=10_000, pad_id=258)
+        for slot, slot_rows in enumerate(rows):
+            for row, losses in zip(slot_rows, packed[slot], strict=True):
+                for response, loss in zip(row.responses, losses, strict=True):
+                    alone = [[] for _ in plans]
+                    alone[slot] = [Encoded(row.prompt + response, len(row.prompt))]
+                    with torch.no_grad():
+                        expected = model.token_losses(collate(alone, pad_id=258)).sum().item()
+                    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("experts", [1, 2])
+def test_the_memory_estimate_is_near_what_autograd_keeps(backbone, experts):
+    """Saved tensors are what a forward pass keeps; the working memory of its backward pass comes on top."""
+    plan = AdapterPlan((Lora(4, 1.0, ("attention", "router", "experts")),), experts)
+    texts = [Encoded(tuple(range(64)), 1) for _ in range(16)]
+    kept: dict[int, int] = {}
+    with SlotModel(backbone, [plan]) as model:
+        fill(model)
+        owned = {t.data_ptr() for t in backbone.model.parameters()}
+        owned |= {t.stored.data_ptr() for t in model.trainables.values()}
+
+        def note(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in owned:
+                kept[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            losses = model.token_losses(collate([texts], pad_id=258))
+    assert losses.requires_grad
+    estimate = memory(backbone.info, plan, 16 * 64, dtype=torch.float32).activations_bytes
+    assert 0.6 < sum(kept.values()) / estimate < 1.2

@@ -1,0 +1,95 @@
+"""Freed pages: kept for the next tensor, unless the user has set the allocator up."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from fedguild.model import heap
+
+PROGRAM = """
+import resource, torch
+from fedguild.model.heap import keep_freed_pages
+print(keep_freed_pages())
+for turn in range(16):
+    if turn == 8:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(16 << 20)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / 8 / (64 << 20))
+"""
+
+
+def freed_and_needed_again(**environment: str) -> tuple[str, float]:
+    """What `keep_freed_pages` returned in a new process, and the part of a tensor that is faulted in again."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=own | environment, capture_output=True, text=True, check=True
+    )
+    kept, part = run.stdout.split()
+    return kept, float(part)
+
+
+def is_glibc() -> bool:
+    return sys.platform.startswith("linux") and "glibc" in (os.confstr("CS_GNU_LIBC_VERSION") or "")
+
+
+@pytest.mark.skipif(not is_glibc(), reason="needs glibc")
+def test_a_freed_tensors_pages_serve_the_next_one():
+    kept, part = freed_and_needed_again()
+    assert kept == "True"
+    assert part < 0.05
+
+
+@pytest.mark.skipif(not is_glibc(), reason="needs glibc")
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"MALLOC_TRIM_THRESHOLD_": "131072"},
+        pytest.param({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, marks=pytest.mark.long),
+    ],
+)
+def test_settings_of_the_user_stay(setting):
+    kept, part = freed_and_needed_again(**setting)
+    assert kept == "False"
+    assert part > 0.9
+
+
+def test_other_systems_are_left_alone(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert heap.keep_freed_pages.__wrapped__() is False
+
+
+def test_other_c_libraries_are_left_alone(monkeypatch):
+    class Musl:
+        pass
+
+    monkeypatch.setattr(sys, "platform", "linux")
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: Musl())
+    assert heap.keep_freed_pages.__wrapped__() is False
+
+
+GIVING_BACK = """
+import psutil, torch
+from fedguild.model.heap import give_back_freed_pages, keep_freed_pages
+assert keep_freed_pages()
+# Blocks below the largest that is kept, with something small between them that stays.
+kept = [(torch.ones(4 << 20), torch.ones(8)) for _ in range(16)]
+small = [one for _, one in kept]
+del kept
+before = psutil.Process().memory_info().rss
+give_back_freed_pages()
+print((before - psutil.Process().memory_info().rss) / (16 * (16 << 20)))
+"""
+
+
+@pytest.mark.skipif(not is_glibc(), reason="needs glibc")
+def test_between_runs_kept_pages_are_given_back():
+    """Those in the middle of the heap, too."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    run = subprocess.run([sys.executable, "-c", GIVING_BACK], env=own, capture_output=True, text=True, check=True)
+    assert float(run.stdout) > 0.8

@@ -1,0 +1,53 @@
+"""`fedguild.profile` and `fedguild.partition`: looking before training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import fedguild
+from fedguild.core.errors import ConfigError, DataError
+from tests.runs.api.conftest import BASE, ROWS
+
+
+def test_a_profile_has_a_row_for_each_tier() -> None:
+    costs = fedguild.profile(BASE, "training.steps=null", clients=8)
+    frame = costs.frame()
+    assert list(frame.index) == ["b1", "b2", "b3", "b4"]
+    assert frame.loc["b4", "active_experts"] == 1
+    assert frame.clients.sum() == 8
+    assert (frame.flops_round.diff().dropna() < 0).all()
+    assert "b4" in costs._repr_html_()
+    assert not costs.assumed_examples  # the data is generated, so that its shares are known
+    on_the_hub = ("training.steps=null", "data.dataset=dolly", "data.options={}")
+    assert fedguild.profile(BASE, *on_the_hub).assumed_examples
+    assert not fedguild.profile(BASE, *on_the_hub, examples=5).assumed_examples
+    with pytest.raises(ConfigError, match="dtype on the wire is 'fp8'"):
+        fedguild.profile(BASE, wire_dtype="fp8")  # type: ignore[arg-type]
+
+
+def test_a_partition_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shares = fedguild.partition(BASE, "federation.clients=2", dataset=ROWS, partition=[0] * 40 + [1] * 8)
+    frame = shares.frame()
+    assert frame[["kind 0", "kind 1"]].to_numpy().tolist() == [[20, 20], [4, 4]]
+    assert list(frame.train + frame.validation + frame.test) == [40, 8]
+    assert frame.budget.tolist() == ["b1", "b2"]
+    figure = shares.figures()["partition"]
+    assert figure.save("shares.svg").read_text().startswith("<svg")
+    with pytest.raises(ConfigError, match=r"does not end in \.svg"):
+        figure.save("shares.png")
+    assert shares._repr_html_().count("<svg") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["shares.svg"]
+
+
+@pytest.mark.parametrize("count", ["examples", "tokens", "context"])
+def test_a_profile_of_nothing_is_refused(count: str) -> None:
+    with pytest.raises(ConfigError, match=f"{count} is at least 1, got -3"):
+        fedguild.profile(BASE, **{count: -3})  # type: ignore[arg-type]
+
+
+def test_a_partition_that_does_not_fit() -> None:
+    with pytest.raises(DataError, match="has 2 parts, but there are 3 clients"):
+        fedguild.partition(BASE, "federation.clients=3", dataset=ROWS, partition=[[0, 1], [2]])

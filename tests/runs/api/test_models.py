@@ -1,0 +1,180 @@
+"""`fedguild.load_model` and `fedguild generate`."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fedguild
+from fedguild.cli import app
+from fedguild.core.errors import CheckpointError, ConfigError
+from fedguild.core.payload import Payload
+from fedguild.data.batches import encode_prompt
+from fedguild.model.slots import SlotModel
+from fedguild.runs import experiment
+from fedguild.runs.scoring import evaluated_plan
+from fedguild.server.method import Deployment
+
+pytestmark = pytest.mark.usefixtures("loaded_alone")
+PROMPT = "3 + 4 ="
+EXPORT_GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "export.md"
+
+
+def ours(folder: Path, budget: str = "", client: int | None = None) -> tuple[list[int], Any]:
+    """The continuation of the prompt as the evaluation of a run would generate it."""
+    restored, state, number = experiment.restore(folder)
+    method, info = restored.method, restored.backbone.info
+    deployment: Deployment | None
+    if client is None:
+        tier = next(one for one in restored.budgets if one.name == budget)
+        deployment = method.deploy(state, info, tier)
+    else:
+        member = restored.clients[client]
+        tier, memory = member.budget, restored.memory.load(member.name, number + 1)
+        deployment = method.personalize(method.excerpt(state, info, member), info, member, memory or Payload())
+    assert deployment is not None
+    tokenizer = restored.backbone.tokenizer
+    with SlotModel(restored.backbone, [evaluated_plan(restored, tier, deployment)]) as slots:
+        slots.load(0, deployment.tensors)
+        return slots.generate([[encode_prompt(PROMPT, tokenizer)]], 6)[0][0], tokenizer
+
+
+@pytest.mark.parametrize(
+    ("method", "budget", "client"),
+    [("ub-smoe", "small", None), ("ub-smoe", "large", None), ("fedamole", "", 1), ("pfl-moe", "", 2)],
+)
+def test_a_model_generates_what_the_run_would(
+    routed_runs: dict[str, Path], method: str, budget: str, client: int | None
+) -> None:
+    expected, tokenizer = ours(routed_runs[method], budget, client)
+    chosen = {"budget": budget} if client is None else {"client": f"client-{client:03d}"}
+    model = fedguild.load_model(routed_runs[method], **chosen)
+    ids = torch.tensor([encode_prompt(PROMPT, tokenizer)])
+    out = model.generate(ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :].tolist()
+    end = tokenizer.eos_token_id
+    assert (out[: out.index(end)] if end in out else out) == expected
+
+
+def test_the_largest_budget_is_the_default(routed_runs: dict[str, Path]) -> None:
+    ids = torch.tensor([[5, 9, 3]])
+    result = fedguild.load_run(routed_runs["ub-smoe"])
+    with torch.no_grad():
+        default, large, small = (fedguild.load_model(result, budget)(ids).logits for budget in (None, "large", "small"))
+    assert torch.equal(default, large)
+    assert not torch.allclose(default, small)
+
+
+def test_models_that_are_not_there(routed_runs: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no global one\.\nName a client"):
+        fedguild.load_model(routed_runs["fedamole"])
+    with pytest.raises(ConfigError, match="Give either --budget or --client"):
+        fedguild.load_model(routed_runs["ub-smoe"], "small", "client-000")
+    with pytest.raises(ConfigError, match="The run has no budget 'smal'"):
+        fedguild.load_model(routed_runs["ub-smoe"], "smal")
+    with pytest.raises(CheckpointError, match="is not the folder of a run"):
+        fedguild.load_model(tmp_path)
+
+
+@pytest.mark.long
+def test_the_harness_scores_a_model_as_the_guide_shows(routed_runs: dict[str, Path], tmp_path: Path) -> None:
+    harness = pytest.importorskip("lm_eval")
+    (code,) = re.findall(r"```python\n(import lm_eval\n.*?)```", EXPORT_GUIDE.read_text(), re.S)
+    rows = [{"question": f"{a} + 1 =", "choices": [str(a + 1), str(a + 2)], "answer": 0} for a in range(4)]
+    (tmp_path / "sums.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    code = code.replace("runs/ub-smoe-tiny-tasks", str(routed_runs["ub-smoe"])).replace("b4", "small")
+    found: dict[str, Any] = {}
+    exec(code.replace("sums.jsonl", str(tmp_path / "sums.jsonl")), found)
+    assert harness is found["lm_eval"]
+    (scores,) = found["results"]["results"].values()
+    model = fedguild.load_model(routed_runs["ub-smoe"], "small")
+    right = sum(better(model, row["question"], *row["choices"]) for row in rows)
+    assert scores["acc,none"] == right / len(rows)
+
+
+def better(model: Any, question: str, right: str, wrong: str) -> bool:
+    """Whether a model gives the right answer the higher likelihood, token by token."""
+    sums = []
+    for answer in (right, wrong):
+        before, whole = (model.tokenizer.encode(text) for text in (question, f"{question} {answer}"))
+        with torch.no_grad():
+            logs = model(torch.tensor([whole])).logits[0].log_softmax(-1)
+        sums.append(sum(float(logs[place - 1, whole[place]]) for place in range(len(before), len(whole))))
+    return sums[0] > sums[1]
+
+
+def generate(*arguments: object, said: str = "") -> Any:
+    return CliRunner().invoke(app, ["generate", *map(str, arguments)], input=said)
+
+
+def test_the_command_prints_the_answer(routed_runs: dict[str, Path]) -> None:
+    expected, tokenizer = ours(routed_runs["ub-smoe"], "small")
+    arguments = (routed_runs["ub-smoe"], "--budget", "small", "--max-new-tokens", 6, "--raw")
+    result = generate(*arguments, PROMPT)
+    assert result.exit_code == 0, result.output
+    answer = tokenizer.decode(expected, skip_special_tokens=True)
+    assert result.stdout == f"{answer}\n"
+    several = generate(*arguments, said=f"{PROMPT}\n\n{PROMPT}\n")
+    assert several.stdout == f"{answer}\n{answer}\n"
+
+
+def test_the_command_samples_by_its_seed_and_uses_the_template(routed_runs: dict[str, Path]) -> None:
+    from fedguild.runs.api.generating import open_generator
+
+    generator = open_generator(routed_runs["fedamole"], client="client-000")
+    one, same, other = ("".join(generator.stream("Hi", 8, temperature=1.5, seed=seed)) for seed in (1, 1, 2))
+    assert one == same
+    assert one != other
+    seen: list[list[int]] = []
+    generator.model.register_forward_pre_hook(
+        lambda _, __, named: seen.append(named["input_ids"][0].tolist()), with_kwargs=True
+    )
+    templated = type(generator)(generator.model, "alpaca")
+    "".join(templated.stream("Hi", 1))
+    assert "### Instruction:\nHi\n\n### Response:" in generator.model.tokenizer.decode(seen[0])
+
+
+def test_the_likeliest_answer_leaves_the_global_generator_alone(routed_runs: dict[str, Path]) -> None:
+    from fedguild.runs.api.generating import open_generator
+
+    generator = open_generator(routed_runs["fedamole"], client="client-000")
+    before = torch.get_rng_state()
+    list(generator.stream("Hi", 8, temperature=0, seed=1))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"prompt": "", "raw": True}, "The prompt is empty"),
+        ({"temperature": float("nan")}, "temperature is 0, or at least 0.001, got nan"),
+        ({"temperature": 1e-300}, "temperature is 0, or at least 0.001, got 1e-300"),
+        ({"temperature": float("inf")}, "got inf"),
+        ({"seed": 2**63}, "The seed of the sampling is at least 0 and below"),
+    ],
+)
+def test_what_cannot_be_generated_from_is_refused(
+    routed_runs: dict[str, Path], wrong: dict[str, Any], told: str
+) -> None:
+    from fedguild.runs.api.generating import open_generator
+
+    with pytest.raises(ConfigError, match=told):
+        "".join(open_generator(routed_runs["ub-smoe"]).stream(**{"prompt": "Hi", **wrong}))
+
+
+def test_an_error_while_generating_is_told(routed_runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    from fedguild.runs.api.generating import open_generator
+
+    generator = open_generator(routed_runs["ub-smoe"])
+
+    def fail(**_: Any) -> None:
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(generator.model, "generate", fail)
+    with pytest.raises(ConfigError, match="no room"):
+        "".join(generator.stream("Hi"))

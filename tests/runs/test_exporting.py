@@ -1,0 +1,210 @@
+"""From a finished run to a folder that plain transformers and peft load."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from fedguild.core.errors import CheckpointError, ConfigError, FedGuildError, ModelError
+from fedguild.runs import experiment
+from fedguild.runs import exporting as run
+from fedguild.runs.exporting import Form, Subject, export
+from fedguild.server.method import Deployment
+from tests.export.conftest import assert_same_logits, plain_logits, slot_logits
+
+pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+
+
+def ours(folder: Path, budget: str, active: int, round: int | None = None) -> torch.Tensor:
+    """The logits of a run's model for a budget, as the evaluation runs it."""
+    restored, state, _ = experiment.restore(folder, round)
+    tier = next(known for known in restored.budgets if known.name == budget)
+    deployment = restored.method.deploy(state, restored.backbone.info, tier)
+    plan = replace(deployment.plan, active_experts=active)
+    return slot_logits(restored.backbone, Deployment(plan, deployment.tensors))
+
+
+def code_of(card: str) -> str:
+    return card.split("```python\n")[1].split("```")[0]
+
+
+def test_flame_merged(runs: dict[str, Path], tmp_path: Path) -> None:
+    exported = export(runs["flame"], Subject("small"), tmp_path / "model", "merged")
+    assert (exported.folder, exported.format, exported.reason) == (tmp_path / "model", "merged", "")
+    model = AutoModelForCausalLM.from_pretrained(exported.folder)
+    assert model.config.num_experts_per_tok == 1
+    assert_same_logits(plain_logits(model), ours(runs["flame"], "small", active=1))
+    assert AutoTokenizer.from_pretrained(exported.folder)("red green").input_ids
+    assert not list((tmp_path / "model").glob("adapter*"))
+
+
+def test_flame_as_an_adapter_says_that_it_is_merged(runs: dict[str, Path], tmp_path: Path) -> None:
+    exported = export(runs["flame"], Subject("large"), tmp_path / "out")
+    assert exported.format == "merged"
+    assert "an adapter alone cannot carry the model: it scales the output of the experts" in exported.reason
+    model = AutoModelForCausalLM.from_pretrained(exported.folder)
+    assert_same_logits(plain_logits(model), ours(runs["flame"], "large", active=4))
+
+
+def test_an_earlier_round(runs: dict[str, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(
+        export(runs["flame"], Subject("small"), tmp_path / "one", "merged", round=1).folder
+    )
+    assert_same_logits(plain_logits(model), ours(runs["flame"], "small", active=1, round=1))
+    last = ours(runs["flame"], "small", active=1)
+    assert (plain_logits(model) - last).abs().max() > 1e-3 * last.abs().max()
+    assert "| round | 1 |" in (tmp_path / "one" / "README.md").read_text()
+
+
+def test_an_adapter_by_the_words_of_its_card(runs: dict[str, Path], tmp_path: Path) -> None:
+    exported = export(runs["ranks"], Subject("large"), tmp_path / "adapter")
+    assert (exported.format, exported.reason) == ("peft", "")
+    names = {path.name for path in exported.folder.iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    card = (exported.folder / "README.md").read_text()
+    loaded = {"folder": str(exported.folder)}
+    exec(code_of(card), loaded)
+    assert_same_logits(plain_logits(loaded["model"]), ours(runs["ranks"], "large", active=4))
+    for fact in (
+        "| method | FedIT: federated averaging of LoRA",
+        "| run | ranks |",
+        "| round | 2 |",
+        "| budget | large |",
+        "| active experts | 4 of 8 per token |",
+        "rank 3, scale 5.33333, on attention, router, experts",
+    ):
+        assert fact in card
+
+
+def test_a_budget_with_fewer_active_experts_is_merged_as_it_was_scored(runs: dict[str, Path], tmp_path: Path) -> None:
+    exported = export(runs["ranks"], Subject("small"), tmp_path / "out")
+    assert exported.format == "merged"
+    assert "it runs 1 of the model's 4 active experts" in exported.reason
+    loaded = {"folder": str(exported.folder)}
+    exec(code_of((exported.folder / "README.md").read_text()), loaded)
+    assert loaded["model"].config.num_experts_per_tok == 1
+    assert_same_logits(plain_logits(loaded["model"]), ours(runs["ranks"], "small", active=1))
+
+
+def test_the_embedded_base_goes_along(runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the run's model were the one in the package."""
+    folder = Path(shutil.copytree(runs["ranks"], tmp_path / "run"))
+    restored, state, number = experiment.restore(folder)
+    base = Path(restored.config.model.path)
+    embedded = restored.config.model.model_copy(update={"path": "embedded"})
+    restored.config = restored.config.model_copy(update={"model": embedded})
+    monkeypatch.setattr(run, "restore", lambda *_: (restored, state, number))
+    monkeypatch.setitem(run.PACKAGED, "embedded", base)
+    export(folder, Subject("large"), tmp_path / "there")
+    written = json.loads((tmp_path / "there" / "adapter_config.json").read_text())
+    assert written["base_model_name_or_path"] == str(tmp_path / "there" / "base")
+
+    moved = (tmp_path / "there").rename(tmp_path / "elsewhere")
+    loaded = {"folder": str(moved)}
+    exec(code_of((moved / "README.md").read_text()), loaded)
+    assert isinstance(loaded["model"], PeftModel)
+    assert_same_logits(plain_logits(loaded["model"]), ours(runs["ranks"], "large", active=4))
+
+
+def own(folder: Path, name: str, active: int) -> torch.Tensor:
+    """The logits of a client's own model after the last round."""
+    restored, state, number = experiment.restore(folder)
+    client = next(known for known in restored.clients if known.name == name)
+    memory = restored.memory.load(name, number + 1)
+    model = restored.backbone.info
+    excerpt = restored.method.excerpt(state, model, client)
+    deployment = restored.method.personalize(excerpt, model, client, memory)
+    return slot_logits(restored.backbone, replace(deployment, plan=replace(deployment.plan, active_experts=active)))
+
+
+def test_a_clients_own_adapter(runs: dict[str, Path], tmp_path: Path) -> None:
+    """FedIT-FT: the adapter that the client trained, which is not the global one."""
+    exported = export(runs["personal"], Subject(client="client-000"), tmp_path / "mine")
+    assert exported.format == "peft"
+    card = (exported.folder / "README.md").read_text()
+    assert "# personal, client-000" in card
+    assert "| client | client-000 |" in card
+    loaded = {"folder": str(exported.folder)}
+    exec(code_of(card), loaded)
+    found = plain_logits(loaded["model"])
+    assert_same_logits(found, own(runs["personal"], "client-000", active=4))
+    shared = ours(runs["personal"], "large", active=4)
+    assert (found - shared).abs().max() > 1e-3 * shared.abs().max()
+
+
+def test_a_clients_own_model_merged(runs: dict[str, Path], tmp_path: Path) -> None:
+    """FLAME's client 1 runs one active expert with the output scale that it keeps in its memory."""
+    exported = export(runs["flame"], Subject(client="client-001"), tmp_path / "mine", "merged")
+    model = AutoModelForCausalLM.from_pretrained(exported.folder)
+    assert model.config.num_experts_per_tok == 1
+    assert_same_logits(plain_logits(model), own(runs["flame"], "client-001", active=1))
+    assert "| budget | small |" in (exported.folder / "README.md").read_text()
+
+
+@pytest.mark.parametrize("form", ["peft", "merged"])
+def test_a_part_beside_the_weights_without_code_has_no_form(
+    form: Form, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "beyond_weights", lambda plan: ["MixtureOfLora"])
+    with pytest.raises(ModelError, match=r"The model of flame .*MixtureOfLora\): no exported form can hold it"):
+        export(runs["flame"], Subject(client="client-000"), tmp_path / "mine", form)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_global_model_a_client_is_pointed_to(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restored = experiment.restore(runs["flame"])
+    monkeypatch.setattr(restored[0].method, "deploy", lambda *_: None)
+    monkeypatch.setattr(run, "restore", lambda *_: restored)
+    with pytest.raises(ConfigError, match=r"every client has its own model(.|\n)*--client client-000"):
+        export(runs["flame"], Subject("small"), tmp_path / "out")
+
+
+@pytest.mark.parametrize("named", [{}, {"budget": "small", "client": "client-000"}])
+def test_a_subject_is_one_model(named: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="either --budget or --client"):
+        Subject(**named)
+
+
+@pytest.mark.parametrize("form", ["peft", "merged"])
+def test_bad_input_is_named_and_nothing_is_written(form: Form, runs: dict[str, Path], tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    with pytest.raises(ConfigError, match=r"no budget 'smal'\.\nDid you mean 'small'\? Known: large, small\."):
+        export(runs["flame"], Subject("smal"), output, form)
+    with pytest.raises(ConfigError, match=r"no client 'client-7'\.\nKnown: client-000 to client-001\."):
+        export(runs["flame"], Subject(client="client-7"), output, form)
+    with pytest.raises(CheckpointError, match="not the folder of a run"):
+        export(tmp_path / "nowhere", Subject("small"), output, form)
+    with pytest.raises(CheckpointError, match="no checkpoint of round 9"):
+        export(runs["flame"], Subject("small"), output, form, round=9)
+    assert not output.exists()
+    output.mkdir()
+    (output / "mine.txt").write_text("precious")
+    with pytest.raises(FedGuildError, match=r"out already exists\.\nChoose a folder that is new or empty"):
+        export(runs["flame"], Subject("small"), output, form)
+    assert [path.name for path in output.iterdir()] == ["mine.txt"]
+
+
+def test_a_budget_is_checked_before_the_model_is_loaded(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "restore", lambda *_: pytest.fail("the model was loaded"))
+    with pytest.raises(ConfigError, match="no budget 'tiny'"):
+        export(runs["flame"], Subject("tiny"), tmp_path / "out", "merged")
+
+
+def test_four_bit_weights_leave_no_folder(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    restored = experiment.restore(runs["flame"])
+    restored[0].backbone.model.hf_quantizer = object()
+    monkeypatch.setattr(run, "restore", lambda *_: restored)
+    with pytest.raises(ModelError, match="cannot be merged into 4-bit weights"):
+        export(runs["flame"], Subject("small"), tmp_path / "out")
+    assert not list(tmp_path.iterdir())

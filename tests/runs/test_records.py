@@ -1,0 +1,315 @@
+"""Records of a run: scores of budgets and clients, costs, and an untouched backbone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import torch
+
+from fedguild.client.memory import ClientMemory
+from fedguild.config import Config
+from fedguild.core.errors import CheckpointError
+from fedguild.core.layout import MEMORY
+from fedguild.core.payload import Payload
+from fedguild.measuring.costs.flops import cost
+from fedguild.measuring.log.activity import ActivityLog
+from fedguild.measuring.log.folder import load_run
+from fedguild.measuring.log.records import (
+    ClientRecord,
+    EvaluationRecord,
+    Record,
+    RoundRecord,
+    RoutingRecord,
+    RunLog,
+    comparable,
+)
+from fedguild.model.backbone import Backbone
+from fedguild.model.slots import SlotModel
+from fedguild.runs import experiment
+from fedguild.runs.environment import describe_environment
+from fedguild.runs.experiment import RunResult, restore
+from fedguild.runs.recording import summary_record
+from fedguild.runs.scoring import evaluate_state
+from fedguild.runs.setup import preparation
+from tests.runs.runs import small_config
+
+FEDIT = "method={name: fedit, rank: 3, targets: [q_proj, experts]}"
+
+
+def run(config: Config, folder: Path) -> tuple[RunResult, list[Record]]:
+    """Runs a config; returns its result and its records."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
+        return experiment.run(config, folder), RunLog(folder).read()
+
+
+def of_kind(records: list[Any], kind: type, **facts: object) -> list[Any]:
+    """Returns the records of a kind with these facts."""
+    return [r for r in records if isinstance(r, kind) and all(getattr(r, key) == value for key, value in facts.items())]
+
+
+@pytest.fixture(scope="module")
+def personal(olmoe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two rounds, half of the clients in each, that scores every client on its validation split."""
+    folder = tmp_path_factory.mktemp("personal")
+    config = small_config(
+        olmoe_folder,
+        "federation.rounds=2",
+        "federation.client_fraction=0.5",
+        "training.learning_rate=0.05",
+        "evaluation.clients=true",
+        "evaluation.split=validation",
+        "evaluation.perplexity=true",
+    )
+    run(config, folder)
+    return folder
+
+
+@pytest.fixture
+def scored(personal: Path) -> list[Record]:
+    return RunLog(personal).read()
+
+
+def test_mtal_is_the_mean_over_the_clients_and_mean_that_over_the_budgets(personal: Path, scored: list[Record]) -> None:
+    state = restore(personal)[0]
+    sizes = [len(client.validation) for client in state.data.clients]
+    for number in range(3):
+        clients = of_kind(scored, EvaluationRecord, scope="client", round=number)
+        budgets = of_kind(scored, EvaluationRecord, scope="budget", round=number)
+        summary = {r.name: r.score for r in of_kind(scored, EvaluationRecord, scope="summary", round=number)}
+        assert [record.name for record in clients] == [f"client-00{index}" for index in range(4)]
+        assert [record.examples for record in clients] == sizes
+        assert [record.examples for record in budgets] == [sum(sizes)] * 2
+        assert {record.split for record in clients + budgets} == {"validation"}
+        assert [record.active_experts for record in clients] == [4, 1, 4, 1]
+        assert summary == {
+            "mtal": pytest.approx(fmean(record.score for record in clients)),
+            "mean": pytest.approx(fmean(record.score for record in budgets)),
+        }
+        assert all(record.metrics["perplexity"] > 1 for record in clients + budgets)
+
+
+def test_a_client_without_held_out_examples_counts_for_nothing() -> None:
+    own = EvaluationRecord(round=1, scope="client", name="client-000", split="test", score=0.5, examples=4)
+    nothing = own.model_copy(update={"score": 0.0, "examples": 0})
+    assert summary_record("mtal", [own, nothing]).score == 0.5
+    assert summary_record("mtal", [nothing]).score == 0.0
+    assert summary_record("mtal", [own, own.model_copy(update={"score": 0.25})]).score == 0.375
+
+
+def test_a_mean_over_clients_has_their_sample_deviation() -> None:
+    """Of 0.5, 0.25 and 0.75: sqrt((0 + 0.0625 + 0.0625) / 2) = 0.25."""
+    own = [
+        EvaluationRecord(round=1, scope="client", name=f"client-00{index}", split="test", score=score, examples=4)
+        for index, score in enumerate((0.5, 0.25, 0.75))
+    ]
+    nothing = own[0].model_copy(update={"score": 0.0, "examples": 0})
+    for name in ("mtal", "received", "pooled"):
+        assert summary_record(name, [*own, nothing]).metrics == {"deviation": pytest.approx(0.25)}
+        assert summary_record(name, [own[0], nothing]).metrics == {}
+    assert summary_record("mean", own).metrics == {}
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
+    """Every adapter that is loaded into a slot from now on."""
+    seen: list[dict[str, torch.Tensor]] = []
+    original = SlotModel.load
+
+    def load(self: SlotModel, slot: int, tensors: dict[str, torch.Tensor]) -> None:
+        seen.append(dict(tensors))
+        original(self, slot, tensors)
+
+    monkeypatch.setattr(SlotModel, "load", load)
+    return seen
+
+
+def test_a_client_is_scored_with_its_own_rescaler(personal: Path, loaded: list[dict[str, torch.Tensor]]) -> None:
+    done, state, number = restore(personal)
+    evaluate_state(done, state, number)
+    budgets, clients = loaded[:2], loaded[2:]
+    for client, adapter in zip(done.clients, clients, strict=True):
+        kept = done.memory.load(client.name, number + 1).tensors
+        mean = budgets[[budget.name for budget in done.budgets].index(client.budget.name)]
+        scales = {name: value for name, value in adapter.items() if name.endswith("output_scale")}
+        assert len(scales) == 2
+        for name, value in scales.items():
+            assert torch.equal(value, kept.get(name, mean[name]))
+        assert all(torch.equal(adapter[name], mean[name]) for name in adapter.keys() - scales.keys())
+    asked = {i for record in of_kind(RunLog(personal).read(), RoundRecord) for i in record.participants}
+    assert {client.index for client in done.clients if done.memory.load(client.name, 9).tensors} == asked
+    assert len(asked) > 1
+
+
+def test_the_rescaler_of_one_client_moves_the_score_of_that_client_alone(personal: Path, tmp_path: Path) -> None:
+    done, state, number = restore(personal)
+    before = evaluate_state(done, state, number)
+    done.memory = ClientMemory(shutil.copytree(personal / MEMORY, tmp_path / MEMORY))
+    kept = {client.name: done.memory.load(client.name, number + 1).tensors for client in done.clients}
+    name = next(name for name, tensors in kept.items() if tensors)
+    done.memory.save(name, number, Payload({scale: value * 3 for scale, value in kept[name].items()}))
+    after = evaluate_state(done, state, number)
+    moved = [one.name for one, other in zip(before, after, strict=True) if one.metrics != other.metrics]
+    assert moved == [name]
+
+
+@pytest.mark.parametrize("active", ["budget", "method"])
+@pytest.mark.parametrize("method", ["flame", "fedit"])
+def test_budgets_are_scored_at_their_own_active_experts_or_at_the_methods(
+    olmoe_folder: Path, tmp_path: Path, method: str, active: str
+) -> None:
+    overrides = ["federation.rounds=1", f"evaluation.active_experts={active}", *([FEDIT] if method == "fedit" else [])]
+    _, records = run(small_config(olmoe_folder, *overrides), tmp_path)
+    large, small = of_kind(records, EvaluationRecord, scope="budget", round=1)
+    as_trained = (4, 4) if method == "fedit" and active == "method" else (4, 1)
+    assert (large.active_experts, small.active_experts) == as_trained
+    info = restore(tmp_path)[0].backbone.info
+    saved = 3 * sum(3 * layer.hidden * layer.width for layer in info.moe)
+    gap = large.inference_flops_per_token - small.inference_flops_per_token
+    assert gap == (0 if as_trained == (4, 4) else 2 * saved)
+
+
+def test_it_is_scored_at_the_start_every_so_often_and_at_the_end(olmoe_folder: Path, tmp_path: Path) -> None:
+    result, records = run(small_config(olmoe_folder, "federation.rounds=3", "evaluation.every=2"), tmp_path)
+    assert [record.round for record in of_kind(records, EvaluationRecord, scope="summary")] == [0, 2, 3]
+    last = {record.name: record.score for record in of_kind(records, EvaluationRecord, scope="budget", round=3)}
+    assert result.scores == last
+    assert result.mean == pytest.approx(fmean(last.values()))
+    assert (result.folder, result.rounds, result.report) == (tmp_path, 3, tmp_path / "report.html")
+
+
+def test_scoring_again_gives_the_recorded_scores(personal: Path, scored: list[Record]) -> None:
+    again = experiment.evaluate(personal, split="validation")
+    last = of_kind(scored, EvaluationRecord, scope="budget", round=2)
+    assert again.scores == {record.name: record.score for record in last}
+    assert (again.folder, again.report) == (personal, personal / "report.html")
+    assert experiment.evaluate(personal, round=1, split="validation").rounds == 1
+    with pytest.raises(CheckpointError, match="holds no checkpoint of round 7"):
+        experiment.evaluate(personal, round=7)
+    done, state, number = restore(personal, 1)
+    assert comparable(evaluate_state(done, state, number)) == comparable(of_kind(scored, EvaluationRecord, round=1))
+
+
+def test_a_run_without_a_complete_round_says_so(personal: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes((personal / "config.yaml").read_bytes())
+    with pytest.raises(CheckpointError, match="has no complete round yet") as caught:
+        restore(tmp_path)
+    assert f"fedguild resume {tmp_path}" in caught.value.hint
+
+
+def test_costs_follow_from_what_each_client_did(personal: Path, scored: list[Record]) -> None:
+    done = restore(personal)[0]
+    info = done.backbone.info
+    for record in of_kind(scored, ClientRecord):
+        client = done.clients[record.client]
+        plan = done.method.plan(info, client.budget)
+        assert (record.budget, record.active_experts, record.rank) == (client.budget.name, plan.active_experts, 3)
+        assert (record.steps, record.examples) == (2, len(done.data.clients[record.client].train))
+        context = max(1, round(record.tokens / (2 * done.config.training.batch_size)))
+        assert record.training_flops == cost(info, plan).training_flops(record.tokens, context)
+        assert record.upload_bytes > record.download_bytes > 0
+        assert record.upload_parts.keys() == {"adapter", "header", "rescaler", "routing"}
+        assert sum(record.upload_parts.values()) == record.upload_bytes
+
+
+def test_a_rounds_phases_add_up(scored: list[Record]) -> None:
+    rounds = of_kind(scored, RoundRecord)
+    assert [record.round for record in rounds] == [1, 2]
+    for record in rounds:
+        assert record.phase_seconds.keys() == {"download", "train", "validate", "aggregate", "evaluate", "checkpoint"}
+        assert sum(record.phase_seconds.values()) <= record.seconds
+        trained = sum(r.seconds for r in of_kind(scored, ClientRecord, round=record.round))
+        assert 0 < trained <= record.phase_seconds["train"]
+    assert rounds[1].phase_seconds["checkpoint"] > 0
+
+
+def test_routing_is_recorded_for_the_clients_that_trained(scored: list[Record]) -> None:
+    for record in of_kind(scored, RoutingRecord):
+        (asked,) = [r.participants for r in of_kind(scored, RoundRecord, round=record.round)]
+        assert record.clients == asked
+        for client, layers in zip(record.clients, record.frequency, strict=True):
+            assert [sum(layer) for layer in layers] == pytest.approx([(4, 1)[client % 2]] * 2, abs=1e-4)
+
+
+def test_the_facts_of_a_run_are_written_before_it_begins(personal: Path) -> None:
+    done = restore(personal)[0]
+    facts = load_run(personal)
+    assert facts.environment == describe_environment(done.backbone.device, done.backbone.dtype)
+    assert facts.partition is not None
+    assert facts.partition.counts == [list(row) for row in done.data.partition_table.counts]
+    assert facts.partition.split["train"] == [client.examples for client in done.clients]
+    assert sum(map(sum, facts.partition.counts)) == 96
+
+
+def test_what_the_run_did_is_in_its_activity(personal: Path, scored: list[Record]) -> None:
+    events = [json.loads(line) for line in (personal / ActivityLog.FILE).read_text().splitlines()]
+    assert (events[0]["event"], events[-1]["event"]) == ("begun", "ended")
+    assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    for number in (1, 2):
+        (round,) = of_kind(scored, RoundRecord, round=number)
+        begin = next(place for place, event in enumerate(events) if event.get("round") == number)
+        inside = events[begin:]
+        asked = next(event for event in inside if event["event"] == "asked")
+        assert asked["clients"] == round.participants
+        ended = next(place for place, event in enumerate(inside) if event.get("phase") == "evaluate")
+        trained = [client for event in inside[:ended] if event["event"] == "training" for client in event["clients"]]
+        assert sorted(trained) == round.participants
+        delivered = [event for event in inside[:ended] if event["event"] == "delivered"]
+        assert [event["client"] for event in delivered] == round.participants
+        assert {(event["reason"], event["needed"]) for event in delivered} == {("", True)}
+        assert any(event["event"] == "step" for event in inside[:ended])
+
+
+def test_a_dense_model_has_no_routing_and_no_active_experts(llama_folder: Path, tmp_path: Path) -> None:
+    overrides = ["federation.rounds=1", "federation.budgets=[{name: all, rank: 3}]"]
+    config = small_config(llama_folder, *overrides, "method={name: fedit, rank: 3, targets: [q_proj, mlp]}")
+    _, records = run(config, tmp_path)
+    assert of_kind(records, RoutingRecord) == []
+    assert {record.active_experts for record in of_kind(records, ClientRecord)} == {0}
+    (score,) = of_kind(records, EvaluationRecord, scope="budget", round=1)
+    assert not score.active_experts
+
+
+@pytest.fixture
+def backbones(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Backbone, str]]]:
+    """Every backbone that is loaded, with its fingerprint from before anything was done to it."""
+    found: list[tuple[Backbone, str]] = []
+
+    def load(*arguments: Any, **named: Any) -> Backbone:
+        backbone = original(*arguments, **named)
+        found.append((backbone, backbone.fingerprint()))
+        return backbone
+
+    original = preparation.load_backbone
+    monkeypatch.setattr(preparation, "load_backbone", load)
+    return found
+
+
+def test_the_backbone_is_bit_identical_after_a_whole_run(
+    olmoe_folder: Path, tmp_path: Path, backbones: list[tuple[Backbone, str]]
+) -> None:
+    """Its evaluations included; tests/methods/test_matrix.py looks at every method's rounds."""
+    run(small_config(olmoe_folder, "training.learning_rate=0.1"), tmp_path)
+    ((backbone, before),) = backbones
+    assert backbone.fingerprint() == before
+    with torch.no_grad():
+        next(backbone.model.parameters()).view(-1)[0] += 1
+    assert backbone.fingerprint() != before
+
+
+def test_a_limit_on_the_validation_examples_draws_from_all_clients(personal: Path) -> None:
+    data = restore(personal)[0].data
+    drawn = data.pooled("validation", 4, seed=0)
+    assert len(drawn) == 4
+    assert drawn == data.pooled("validation", 4, seed=0)
+    draws = {example.prompt for seed in range(20) for example in data.pooled("validation", 4, seed)}
+    everybody = [{example.prompt for example in client.validation} for client in data.clients]
+    assert all(own & draws for own in everybody)
+    assert len(data.pooled("validation", None, seed=0)) == sum(len(client.validation) for client in data.clients)
+    assert data.pooled("test", 5, seed=0) != data.pooled("test", 5, seed=1)
