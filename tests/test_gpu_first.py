@@ -68,9 +68,3 @@ def test_parity_fails_where_the_device_computes_something_else(first, capsys, mo
         ):
             first.main(CPU)
         assert "clients x" not in capsys.readouterr().out
-
-
-def test_an_unknown_part_is_refused(first, capsys):
-    with pytest.raises(SystemExit):
-        first.main([*CPU, "parities"])
-    assert "unknown part parities" in capsys.readouterr().err

@@ -11,7 +11,6 @@ from typer.main import get_command
 
 import fedguild
 from fedguild.cli import app
-from fedguild.core.errors import DataError
 from tests.cli.conftest import FakeExperiment, Invoke
 
 COMMANDS = ["run", "resume", "compare", "partition", "evaluate", "export", "report", "methods", "presets", "doctor"]
@@ -57,11 +56,6 @@ def test_every_argument_and_option_has_help(
             assert " ".join(parameter.help.replace("`", "").split()) in shown, parameter.name
 
 
-def test_the_help_of_a_federations_command_has_examples(invoke: Invoke) -> None:
-    shown = invoke("federation", "init", "--help").stdout.partition("Examples:\n")[2].splitlines()
-    assert "  fedguild federation init union --clients 3 --config fedit/tiny-tasks" in shown
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -90,16 +84,6 @@ def test_version(invoke: Invoke) -> None:
     assert invoke("--version").stdout == f"fedguild {fedguild.__version__}\n"
 
 
-def test_help_needs_neither_torch_nor_transformers() -> None:
-    code = (
-        "import sys; from typer.testing import CliRunner; from fedguild.cli import app\n"
-        "assert CliRunner().invoke(app, ['--help']).exit_code == 0\n"
-        "print(sorted({'torch', 'transformers', 'datasets', 'matplotlib'} & set(sys.modules)))"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "[]"
-
-
 def test_a_mendable_error_is_a_message_and_exit_code_2(invoke: Invoke) -> None:
     result = invoke("run", "flame/tiny-tasks", "training.stepz=3")
     assert result.exit_code == 2
@@ -114,17 +98,6 @@ def test_debug_shows_the_traceback(invoke: Invoke) -> None:
     assert result.exit_code == 2
     assert "Traceback" in result.stderr
     assert "Error: There is no config file nowhere.yaml." in result.stderr
-
-
-def test_an_error_of_a_later_stage_is_told_the_same_way(
-    invoke: Invoke, experiment: FakeExperiment, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise DataError("There is no file train.csv.", "Give another one.")
-
-    monkeypatch.setattr(experiment, "run", fail)
-    result = invoke("run", "flame/tiny-tasks")
-    assert (result.exit_code, result.stderr) == (2, "Error: There is no file train.csv.\nGive another one.\n")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 from typer.testing import CliRunner
 
 from fedguild.cli.app import app
@@ -125,18 +124,6 @@ def test_status_without_a_server(guild: Path) -> None:
     assert Status(**json.loads(output)) == Status(up=False)
 
 
-def test_settings_lists_both_files() -> None:
-    _, output = call("settings")
-    assert "accept.min_clients" in output
-    assert "wait_seconds" in output
-
-
-def test_the_site_file_explains_itself(guild: Path) -> None:
-    text = (guild / "client-000" / "site.yaml").read_text()
-    assert yaml.safe_load(text)["accept"]["leave"] == ["*"]
-    assert "It stays with its organisation." in text
-
-
 def test_audit_checks_the_chain_and_shows_the_log(guild: Path) -> None:
     path = guild / "server" / load_server(guild / "server").state
     log = AuditLog(path)
@@ -189,18 +176,6 @@ def test_run_tells_how_it_ended(
     ]
     status, said = call("run", server, "--watch", "--detach")
     assert (status, "--watch ends with the command" in said) == (2, True)
-
-
-def test_stop_and_revoke_are_passed_on(guild: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    server = guild / "server"
-    monkeypatch.setattr("fedguild.federation.operations.stop_federation", lambda folder, echo: echo(f"{folder} ends"))
-    monkeypatch.setattr("fedguild.federation.operations.revoke", lambda folder, client: f"{client} is out")
-    for words, said in (
-        (["stop", str(server)], f"{server} ends"),
-        (["revoke", str(server), "client-001"], "client-001 is out"),
-    ):
-        status, output = call(*words)
-        assert (status, set(output.splitlines())) == (0, {said})
 
 
 @pytest.mark.parametrize("limit", [None, 4096])

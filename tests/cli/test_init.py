@@ -72,12 +72,6 @@ def test_a_file_is_looked_at(invoke: Invoke, tmp_path: Path) -> None:
     assert not Path("other.yaml").exists()
 
 
-def test_rows_without_labels_are_dealt_at_random(invoke: Invoke, tmp_path: Path) -> None:
-    file = write_jsonl(tmp_path / "own.jsonl", [{"instruction": f"{n}", "output": "x"} for n in range(30)])
-    assert invoke("init", "--yes", "--data", file).exit_code == 0
-    assert load_config("fedguild.yaml").data.partition.scheme == "iid"
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +13,7 @@ from typer.testing import Result
 
 from fedguild.cli import doctor
 from fedguild.config import Config, axes, load_config, presets, tables
-from fedguild.config.data import PartitionSettings
-from fedguild.data import ClientData, Corpus, Example, PartitionTable, partition
-from fedguild.data.partition import SCHEMES
+from fedguild.data import ClientData, Corpus, Example, PartitionTable
 from fedguild.methods import METHODS
 from fedguild.model import kernels
 from fedguild.runs.setup import PreparedData
@@ -64,26 +60,6 @@ def test_a_method_shows_what_it_runs_on_its_variants_and_its_tables(invoke: Invo
     assert all(variant in shown.stderr for variant in known.methods[method].variants)
 
 
-@pytest.mark.parametrize("arguments", [["--data", "dolly"], ["fedamole"], ["--settings"]])
-def test_names_are_never_cut(invoke: Invoke, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
-    """On a screen that is narrower than a name it is folded, and then everything of it is still there."""
-    listed = json.loads(invoke("presets", *arguments, "--json").stdout)
-    if "--settings" in arguments:
-        named = [entry["key"] for entry in listed]
-    elif "--data" in arguments:
-        named = listed["presets"]
-    else:
-        named = [entry["name"] for kind in ("models", "data", "tables") for entry in listed[kind]]
-    monkeypatch.setenv("COLUMNS", "80")
-    shown = [line.split(maxsplit=1)[0] for line in invoke("presets", *arguments).stdout.splitlines() if line.strip()]
-    assert set(named) <= set(shown)
-    longest = max(named, key=len)
-    monkeypatch.setenv("COLUMNS", str(len(longest) - 9))
-    narrow = invoke("presets", *arguments).stdout
-    assert longest not in narrow
-    assert "".join(line.strip() for line in narrow.splitlines()).count(longest)
-
-
 @pytest.mark.parametrize(
     ("arguments", "pattern"),
     [
@@ -118,28 +94,11 @@ def test_methods_are_chosen_by_the_presets_that_they_have(invoke: Invoke) -> Non
     }
 
 
-def test_listings_need_no_torch() -> None:
-    code = (
-        "import sys; from typer.testing import CliRunner; from fedguild.cli import app\n"
-        "for line in ('methods', 'presets flame', 'presets --data dolly'):\n"
-        "    assert CliRunner().invoke(app, line.split()).exit_code == 0\n"
-        "print(sorted({'torch', 'transformers', 'datasets'} & set(sys.modules)))"
-    )
-    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout.strip() == "[]"
-
-
 def test_a_preset_written_out_is_the_same_config(invoke: Invoke) -> None:
     shown = invoke("presets", "flame/tiny-tasks", "seed=5")
     assert Config.model_validate(yaml.safe_load(shown.stdout)) == load_config("flame/tiny-tasks", ["seed=5"])
     as_json = json.loads(invoke("presets", "flame/tiny-tasks", "seed=5", "--json").stdout)
     assert as_json["seed"] == 5
-
-
-def test_settings_are_listed_with_their_ranges(invoke: Invoke) -> None:
-    listed = {entry["key"]: entry for entry in json.loads(invoke("presets", "--settings", "--json").stdout)}
-    assert listed["training.learning_rate"]["accepts"] == "number > 0"
-    assert "training.learning_rate" in invoke("presets", "--settings").stdout
 
 
 def test_methods_are_listed_with_their_options(invoke: Invoke) -> None:
@@ -153,40 +112,6 @@ def test_methods_are_listed_with_their_options(invoke: Invoke) -> None:
     assert temperature["accepts"] == "number ≥ 0"
     assert "method.temperature" in invoke("methods", "flame").stdout
     assert "fedit" in invoke("methods").stdout
-
-
-def test_an_unknown_method_lists_the_known(invoke: Invoke) -> None:
-    result = invoke("methods", "flam")
-    assert result.exit_code == 2
-    assert "Did you mean 'flame'?" in result.stderr
-
-
-def test_the_method_of_every_preset_takes_its_options() -> None:
-    from fedguild.methods import build_method
-
-    chosen = {json.dumps(load_config(preset.name).method.model_dump(), sort_keys=True) for preset in presets()}
-    for options in map(json.loads, sorted(chosen)):
-        method = options.pop("name")
-        assert build_method(method, options).name == method
-
-
-def test_the_config_accepts_the_schemes_that_there_are() -> None:
-    assert set(PartitionSettings.model_json_schema()["properties"]["scheme"]["anyOf"][0]["enum"]) == set(SCHEMES)
-    assert callable(partition)
-
-
-@pytest.mark.parametrize("command", ["methods", "presets"])
-def test_lists_import_no_torch(command: str) -> None:
-    """They answer in less than half a second, which torch alone takes."""
-    code = (
-        "import sys; from fedguild.cli import main; sys.argv = ['fedguild', sys.argv[1]]\n"
-        "try: main()\n"
-        "except SystemExit as end: assert not end.code, end.code\n"
-        "print(sorted({'torch', 'transformers', 'scipy', 'pandas', 'matplotlib'} & set(sys.modules)))"
-    )
-    process = subprocess.run([sys.executable, "-c", code, command], capture_output=True, text=True, check=True)
-    assert process.stdout.splitlines()[-1] == "[]"
-    assert "flora" in process.stdout
 
 
 def test_doctor_reports_versions_extras_and_the_machine(invoke: Invoke) -> None:
@@ -205,17 +130,6 @@ def test_doctor_knows_every_extra() -> None:
         names = {doctor.DISTRIBUTIONS.get(package, package) for package in packages}
         listed = {re.split(r"[\[<>=;]", line)[0].strip() for line in project["optional-dependencies"][extra]}
         assert names <= {*listed, *(name.removesuffix("-skinny") for name in listed)}, extra
-
-
-def test_doctor_names_kernels_that_fail_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
-    monkeypatch.setattr(kernels, "chosen", lambda setting, kind: frozenset(kernels.KERNELS))
-    monkeypatch.setattr("fedguild.model.kernels.fused.faults", lambda *given: {})
-    assert doctor._kernels().verdict == "ok"
-    monkeypatch.setattr("fedguild.model.kernels.fused.faults", lambda *given: {"OlmoeMLP": "no sm_90"})
-    found = doctor._kernels()
-    assert (found.verdict, found.consequence) == ("problem", "plain torch computes in their place: OlmoeMLP: no sm_90")
 
 
 def test_doctor_names_the_plugins_of_other_packages_and_those_that_are_broken(
@@ -253,15 +167,6 @@ def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.Monke
     assert (missing.verdict, missing.found) == ("missing", "without peft, accelerate")
     assert missing.consequence == "no check: pip install 'fedguild[eval]'"
     assert doctor._package("no-such-package").verdict == "problem"
-
-
-@pytest.mark.parametrize(("kept", "verdict"), [(True, "ok"), (False, "missing")])
-def test_doctor_says_whether_freed_pages_are_kept(kept: bool, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(doctor, "keep_freed_pages", lambda: kept)
-    _, pages = doctor._device()
-    assert (pages.subject, pages.verdict) == ("freed pages", verdict)
-    assert bool(pages.consequence) is not kept
 
 
 def test_doctor_warns_of_little_memory_threads_and_a_folder_that_takes_no_files(

@@ -5,39 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.client.budget import Budget
 from fedguild.measuring.costs import published_claims
-from fedguild.measuring.costs.flops import cost
-from fedguild.methods import build_method
-from fedguild.model.backbone import describe_config
 from fedguild.runs.api.profiling import EXAMPLES
 from tests.cli.conftest import Invoke
 from tests.data.writing import write_jsonl
-
-
-def test_a_tier_a_row_and_a_section_for_each_kind_of_cost(invoke: Invoke) -> None:
-    result = invoke("profile", "flame/tiny-tasks")
-    assert result.exit_code == 0, result.output
-    shown = result.stdout
-    for title in ("Each client, in one round", "Bytes by payload part", "Peak memory", "Server, C = 8 clients"):
-        assert title in shown
-    tiers = [line.split() for line in shown.split("Bytes by payload part")[0].splitlines() if line.startswith("b")]
-    assert [row[0] for row in tiers] == ["b1", "b2", "b3", "b4"]
-    assert [row[2] for row in tiers] == ["8", "4", "2", "1"]
-    assert result.stderr == ""
-
-
-def test_json_is_a_list_with_an_object_for_each_tier(invoke: Invoke) -> None:
-    result = invoke("profile", "flame/tiny-tasks", "method.rank=4", "--json")
-    records = json.loads(result.stdout)
-    assert [record["tier"] for record in records] == ["b1", "b2", "b3", "b4"]
-    model = describe_config("embedded")
-    method = build_method("flame", {"rank": 4})
-    counted = cost(model, method.plan(model, Budget("b4", 1, 6)))
-    assert records[-1]["parameters_active"] == counted.active_parameters
-    assert records[-1]["trainable_total"] == counted.trainable
-    assert records[-1]["upload_bytes"] < records[-1]["peak_memory_bytes"]
-    assert records[0]["steps_per_round"] == 25
 
 
 def test_a_real_preset_needs_no_download(invoke: Invoke) -> None:
@@ -48,16 +19,6 @@ def test_a_real_preset_needs_no_download(invoke: Invoke) -> None:
     assert record["download_bytes"] / 2**20 == pytest.approx(730, abs=0.5)
     assert record["model"] == "allenai/OLMoE-1B-7B-0924"
     assert record["wire_dtype"] == "bfloat16"
-
-
-def test_another_model_and_other_lengths(invoke: Invoke) -> None:
-    result = invoke(
-        "profile", "fedprompt/tiny-tasks", "--model", "llama-3.2-1b", "--context", 128, "--tokens", 256, "--json"
-    )
-    (record, *_) = json.loads(result.stdout)
-    assert record["parameters_total"] == 1_235_814_400
-    assert (record["tokens_per_pass"], record["context_tokens"]) == (256, 128)
-    assert record["active_experts"] == 0
 
 
 def test_examples_come_from_the_data_at_hand_or_the_config_or_a_stated_default(invoke: Invoke, tmp_path: Path) -> None:
@@ -79,14 +40,6 @@ def test_examples_come_from_the_data_at_hand_or_the_config_or_a_stated_default(i
     default, told = steps(*on_the_hub)
     assert default == EXAMPLES / 10
     assert "--examples" in told
-
-
-def test_memory_is_shown_in_the_dtypes_that_the_config_may_run_in(invoke: Invoke) -> None:
-    shown = invoke("profile", "flame/tiny-tasks").stdout
-    assert all(f" {bits} bit " in shown for bits in (32, 16, 4))
-    one = invoke("profile", "flame/tiny-tasks", "model.dtype=bfloat16").stdout
-    assert " 16 bit " in one
-    assert " 32 bit " not in one
 
 
 def test_checkpointing_is_the_configs_unless_it_is_asked_for(invoke: Invoke) -> None:
@@ -138,12 +91,6 @@ def test_a_method_that_lacks_its_extra_is_left_out(invoke: Invoke, monkeypatch: 
     result = invoke("profile", "--published")
     assert result.exit_code == 0
     assert "FDLoRA is left out" in result.stderr
-
-
-def test_clients_are_those_of_the_config(invoke: Invoke) -> None:
-    records = json.loads(invoke("profile", "flame/tiny-tasks", "--clients", 6, "--json").stdout)
-    assert [record["clients"] for record in records] == [2, 2, 1, 1]
-    assert records[0]["server"]["participants"] == 6
 
 
 def test_the_guide_shows_what_the_command_prints(invoke: Invoke) -> None:

@@ -32,14 +32,6 @@ def test_run_prints_the_table_on_stdout_and_progress_on_stderr(invoke: Invoke, e
     assert result.stderr.endswith("Report: out/report.html\n")
 
 
-def test_run_json_is_json_and_nothing_else(invoke: Invoke, experiment: FakeExperiment) -> None:
-    result = invoke("run", "flame/tiny-tasks", "--json")
-    shown = json.loads(result.stdout)
-    assert shown["folder"] == "runs/flame-tiny-tasks"
-    assert shown["method"] == "flame"
-    assert [row["budget"]["name"] for row in shown["rows"]] == ["b1", "b2", "b3", "b4"]
-
-
 def test_run_takes_the_config_of_the_folder_where_none_is_named(invoke: Invoke, experiment: FakeExperiment) -> None:
     Path("fedguild.yaml").write_text("extends: flame/tiny-tasks\n")
     for arguments in ([], ["seed=3"], ["--json", "seed=3", "training.steps=2"]):
@@ -77,13 +69,6 @@ def test_partition_profile_and_sweep_take_it_too(invoke: Invoke, experiment: Fak
         "runs/sweep-fedguild/rank-2/seed-0",
         "runs/sweep-fedguild/rank-4/seed-0",
     ]
-
-
-def test_resume_prints_the_table_too(invoke: Invoke, experiment: FakeExperiment) -> None:
-    invoke("run", "flame/tiny-tasks")
-    result = invoke("resume", "runs/flame-tiny-tasks")
-    assert experiment.calls[-1] == ("resume", Path("runs/flame-tiny-tasks"))
-    assert "b4" in result.stdout
 
 
 def test_resume_goes_back_to_a_round(invoke: Invoke, experiment: FakeExperiment) -> None:
@@ -136,15 +121,6 @@ def test_compare_keeps_finished_cells_and_resumes_half_finished_ones(
 def test_a_setting_may_be_longer_than_a_files_name() -> None:
     assert is_setting("federation.budgets=[" + ", ".join(["{name: b, active_experts: 8}"] * 40) + "]")
     assert not is_setting("flame/tiny-tasks")
-
-
-def test_compare_takes_a_file_with_an_equals_sign_in_its_name(invoke: Invoke, experiment: FakeExperiment) -> None:
-    for alpha in ("0.5", "5"):
-        Path(f"alpha={alpha}.yaml").write_text(f"extends: flame/tiny-tasks\nname: skew-{alpha}\n")
-    result = invoke("compare", "alpha=0.5.yaml", "alpha=5.yaml", "training.steps=2", "--seeds", "0", "--output", "out")
-    assert result.exit_code == 0, result.output
-    assert experiment.calls == [("run", Path(f"out/skew-{alpha}/seed-0")) for alpha in ("0.5", "5")]
-    assert load_config("out/skew-5/seed-0/config.yaml").training.steps == 2
 
 
 def test_compare_does_not_mix_runs_of_other_settings(invoke: Invoke, experiment: FakeExperiment) -> None:
@@ -228,16 +204,6 @@ def test_a_table_runs_every_cell_and_writes_a_page_for_each_column(invoke: Invok
     assert answer["reference"] == "fedamole"
 
 
-def test_a_table_of_one_column_and_settings_on_top(invoke: Invoke, experiment: FakeExperiment) -> None:
-    given = ("compare", "fedamole/table-1-tiny", "training.steps=2", "--columns", "dirichlet-1", "--rows", "fdlora")
-    result = invoke(*given)
-    assert result.exit_code == 0, result.output
-    assert [str(folder) for _, folder in experiment.calls] == [
-        f"runs/fedamole-table-1-tiny/dirichlet-1/fdlora/seed-{seed}" for seed in (0, 1, 2)
-    ]
-    assert "Table: runs/fedamole-table-1-tiny/table.md" in result.stderr
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
@@ -308,21 +274,6 @@ def test_export_prints_the_folder_and_why_it_is_merged(
     first, second = result.stderr.splitlines()
     assert first == "This is the merged form, as an adapter cannot carry it."
     assert second.startswith("For anything that loads a Hugging Face checkpoint")
-
-
-def test_export_of_a_client(invoke: Invoke, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[object] = []
-
-    def write(*arguments: object, round: int | None) -> Exported:
-        asked.extend([*arguments, round])
-        return Exported(Path("out"), "peft")
-
-    monkeypatch.setattr("fedguild.runs.exporting.export", write)
-    assert invoke("export", "run", "--client", "client-002", "--output", "out").stdout == "out\n"
-    assert asked == [Path("run"), Subject(client="client-002"), Path("out"), "peft", None]
-    both = invoke("export", "run", "--client", "client-002", "--budget", "b1", "--output", "out")
-    assert (both.exit_code, asked[5:]) == (2, [])
-    assert "Give either --budget or --client" in both.stderr
 
 
 def test_report_prints_the_path_of_the_page(invoke: Invoke, tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import pytest
 
 from fedguild.config import Config, load_config
-from fedguild.core.errors import ConfigError, DivergedError
+from fedguild.core.errors import DivergedError
 from fedguild.core.payload import Payload
 from fedguild.core.progress import Progress
 from fedguild.measuring.log.folder import load_run
 from fedguild.measuring.log.index import PLAN_FILE
 from fedguild.report.sweep import SweepTable, tabulate
-from fedguild.runs.api.sweeping import divide, setting_names, split_values
+from fedguild.runs.api.sweeping import setting_names, split_values
 from fedguild.server import checkpoint
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run
@@ -156,12 +156,6 @@ def test_nonsense_is_refused_before_anything_runs(
 )
 def test_values_are_separated_by_commas_outside_of_brackets_and_quotes(text: str, values: list[str]) -> None:
     assert split_values(text) == values
-
-
-def test_settings_with_one_value_are_for_every_run() -> None:
-    assert divide(["a.b=1", "c=[1,2]", "d=3,4"]) == (["a.b=1", "c=[1,2]"], {"d": ["3", "4"]})
-    with pytest.raises(ConfigError, match="lacks a closing '"):
-        divide(["a='x,y"])
 
 
 def test_names_are_distinct_and_the_same_every_time() -> None:

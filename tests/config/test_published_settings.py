@@ -9,35 +9,11 @@ import pytest
 from fedguild.config import Config, load_config, table_cells, tables
 from fedguild.methods import build_method
 
-SMALL_UB_SMOE = [
-    table.name for table in tables() if table.name.startswith("ub-smoe/") and table.name.endswith(("-tiny", "-english"))
-]
-
 
 def configs(name: str) -> dict[tuple[str, str], Config]:
     """Row and column of a table -> the cell's config."""
     content = next(table for table in tables() if table.name == name).load()
     return {(cell.row, cell.column): cell.config() for cell in table_cells(name, content)}
-
-
-@pytest.mark.parametrize("name", SMALL_UB_SMOE)
-def test_the_small_tables_of_ub_smoe_train_with_the_papers_optimizer(name: str) -> None:
-    """AdamW with .9, .95, eps 1e-5 and decay .01 (Appendix E.5), in every row, and nothing else is clipped than G~."""
-    constants = {
-        (
-            config.training.optimizer,
-            config.training.betas,
-            config.training.eps,
-            config.training.weight_decay,
-            config.training.max_grad_norm,
-        )
-        for config in configs(name).values()
-    }
-    assert constants == {("adamw", (0.9, 0.95), 1e-5, 0.01, None)}
-
-
-def test_the_small_tables_of_ub_smoe_are_those() -> None:
-    assert {"ub-smoe/decide-english", "ub-smoe/table-4-english", "ub-smoe/table-4-tiny"} < set(SMALL_UB_SMOE)
 
 
 def test_fedamoles_figure_7_has_four_clients_an_expert_with_twenty_to_fifty_clients() -> None:
@@ -205,20 +181,6 @@ def test_a_table_has_the_rows_that_its_paper_leaves_out(name: str, rows: set[str
     """In every column: halves of a LoRA, routers trained and not, and phi's range clamped and scaled."""
     cells = configs(name)
     assert {(row, column) for row in rows for _, column in cells} <= cells.keys()
-
-
-def test_no_other_table_has_a_half_of_a_lora() -> None:
-    found = {}
-    for table in tables():
-        if halves := {"fedsa-lora", "rolora"} & table.load().rows.keys():
-            found[table.name] = halves
-    assert found == HALVES
-
-
-@pytest.mark.parametrize("name", ["table-1-tiny", "table-1-english", "table-3-tiny", "table-6-tiny", "figure-11-tiny"])
-def test_beside_fedamoles_scores_stands_whether_its_assignment_settles(name: str) -> None:
-    content = next(table for table in tables() if table.name == f"fedamole/{name}").load()
-    assert {"assignment kept", "router drift"} <= set(content.shows)
 
 
 def options_of(config: Config) -> dict[str, Any]:

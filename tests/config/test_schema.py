@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import BaseModel, ValidationError
 
 from fedguild.config import Config, load_config
 from fedguild.config.federation import FederationSettings
@@ -124,12 +123,6 @@ def test_a_config_without_a_method(tmp_path: Path) -> None:
         load_config(str(path))
 
 
-def test_the_config_is_frozen() -> None:
-    config = load_config("flame/tiny-tasks")
-    with pytest.raises(ValidationError):
-        config.seed = 3  # type: ignore[misc]
-
-
 def test_one_epoch_unless_steps_are_given() -> None:
     assert (TrainingSettings().epochs, TrainingSettings().steps) == (1.0, None)
     assert (TrainingSettings(steps=3).epochs, TrainingSettings(steps=3).steps) == (None, 3)
@@ -236,14 +229,3 @@ def test_every_setting_has_help_and_stands_in_the_guide() -> None:
         "`python -c 'from fedguild.config import Config; from fedguild.config.reference import *; "
         "print(as_markdown(settings_of(Config)))'`"
     )
-
-
-def test_settings_of_a_schema_without_sections() -> None:
-    class Options(BaseModel):
-        size: int = 3
-        anything: object = None
-
-    assert [(one.key, one.accepts, one.default) for one in settings_of(Options)] == [
-        ("size", "whole number", "3"),
-        ("anything", "any value", "null"),
-    ]

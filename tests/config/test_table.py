@@ -6,21 +6,16 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
-import yaml
 
 from fedguild.client.budget import Budget
 from fedguild.config import Config, Table, load_config, table_cells, tables
 from fedguild.config.table import TABLES_FOLDER, ShippedTable, TableCell, require_claimed_scores
 from fedguild.core.errors import ConfigError
 from fedguild.methods import build_method
-from fedguild.methods.fedalign_moe.regulariser import adaptive_weights
 from fedguild.runs.setup import check_config
 from tests.backbones import tiny_backbone
 
 NAMES = [table.name for table in tables()]
-PLAN = yaml.safe_load((Path(__file__).parents[2] / "docs/methods/records/plan.yaml").read_text("utf-8"))
-"""Table -> the seeds and settings with which it is recorded."""
 
 
 @cache
@@ -186,163 +181,6 @@ def test_homogeneous_clients_train_with_their_budgets_experts(name: str) -> None
         assert plan.active_experts == budget.active_experts == {"b1": 1, "b2": 2, "b3": 4, "b4": 8}[cell.column]
 
 
-@pytest.mark.parametrize("name", ["flame/decide-english", "flame/figure-3", "flame/figure-3-tiny"])
-def test_flames_temperature_is_compared_without_clipping(name: str) -> None:
-    """The paper clips nowhere; t x the two frequencies, as trained otherwise in the presets."""
-    configs = configs_of(name)
-    assert {config.training.max_grad_norm for _, config in configs} == {None}
-    compared = {
-        (config.method.options["temperature"], config.method.options.get("frequency_by_active", False))
-        for _, config in configs
-    }
-    assert compared == {(0, False), *((t, by_k) for t in (1, 2, 4, 8) for by_k in (False, True))}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "fedalign-moe/table-1-english",
-        "fedalign-moe/table-1-tiny",
-        "fedalign-moe/table-2-english",
-        "fedalign-moe/table-2-tiny",
-        "guild/table-fedalign-english",
-        "guild/table-fedamole-english",
-    ],
-)
-def test_pfl_moe_personalises_once_with_twenty_epochs_of_its_gate(name: str) -> None:
-    """As pfl-moe/tiny-ag_news, which personalises once too; 4 epochs are for personalising in every round."""
-    alike = load_config("pfl-moe/tiny-ag_news")
-    for config in (config for cell, config in configs_of(name) if cell.row == "pfl-moe"):
-        assert config.method.options["personal_from"] == config.federation.rounds
-        for option in ("gate_epochs", "gate_learning_rate"):
-            assert config.method.options[option] == alike.method.options[option]
-        assert config.method.options["gate_epochs"] == 20
-
-
-WITHOUT_DMR = {"modulation": "none", "phi": "fixed", "penalty": "none", "utilisation_update": False}
-WITH_DMR = {"modulation": "candidate", "candidates": 16}
-
-
-def ub_smoe_factors() -> dict[str, dict[str, object]]:
-    """{the model's gating, Eq. 2's} x {neither, DMR, PG, both}, and PG at an expert's own norm."""
-    parts = {"": (False, False), "-dmr": (True, False), "-pg": (False, True), "-both": (True, True)}
-    rows: dict[str, dict[str, object]] = {}
-    for name, gating in (("native", "native"), ("eq2", "renormalised")):
-        for part, (dmr, pg) in parts.items():
-            injected = {"pseudo_gradient": "batch" if pg else "none"}
-            rows[f"{name}{part}"] = {"gating": gating, **(WITH_DMR if dmr else WITHOUT_DMR), **injected}
-    return {**rows, "eq2-pg-own": {**rows["eq2-pg"], "pseudo_gradient_norm": "expert"}}
-
-
-def flame_factors() -> dict[str, dict[str, object]]:
-    """t x the two frequencies, and what the rescaler adds at t = 2."""
-    rows: dict[str, dict[str, object]] = {f"t-{t}": {"temperature": t} for t in (0, 1, 2, 4, 8)}
-    rows |= {f"t-{t}-by-k": {"temperature": t, "frequency_by_active": True} for t in (1, 2, 4, 8)}
-    return rows | {
-        "t-2-no-rescaler": {"temperature": 2, "rescaler": "none"},
-        "t-2-static": {"temperature": 2, "rescaler": "static"},
-    }
-
-
-@pytest.mark.parametrize(
-    ("name", "rows", "columns", "batch"),
-    [
-        ("ub-smoe/decide-english", ub_smoe_factors(), {f"k-{k}": k for k in (1, 2, 4, 8)}, 2),
-        ("flame/decide-english", flame_factors(), {"dirichlet-5": 5, "dirichlet-0.5": 0.5}, 8),
-    ],
-)
-def test_what_decides_has_all_of_its_factors(
-    name: str, rows: dict[str, dict[str, object]], columns: dict[str, float], batch: int
-) -> None:
-    """Every row in every column, no other difference between methods, and five seeds in the plan of records."""
-    configs = configs_of(name)
-    assert {(cell.row, cell.column) for cell, _ in configs} == {(row, column) for row in rows for column in columns}
-    reference = shipped(name).load().reference
-    common = next(config.method.options for cell, config in configs if cell.row == reference)
-    common = {option: value for option, value in common.items() if option not in rows[reference]}
-    for cell, config in configs:
-        assert config.method.options == {**common, **rows[cell.row]}, cell.row
-        factor = columns[cell.column]
-        if name.startswith("flame/"):
-            assert config.data.partition.alpha == factor
-        else:
-            assert {budget.active_experts for budget in config.federation.budgets} == {factor}
-        assert config.training.batch_size == batch
-    assert PLAN[name]["seeds"] == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("name", "of_paper", "but"),
-    [
-        ("guild/table-flame-english", "flame/table-2-english", set()),
-        ("guild/table-ub-smoe-english", "ub-smoe/table-4-english", {"ub-smoe-candidate"}),
-        ("guild/table-fedamole-english", "fedamole/table-1-english", set()),
-        ("guild/table-fedalign-english", "fedalign-moe/table-1-english", set()),
-    ],
-)
-def test_guild_is_compared_with_all_rows_of_a_papers_table(name: str, of_paper: str, but: set[str]) -> None:
-    """In every column, with the same method, data, clients and training."""
-    rows = set(shipped(of_paper).load().rows)
-    assert but < rows
-    here = {(cell.row, cell.column): config for cell, config in configs_of(name)}
-    for cell, config in configs_of(of_paper):
-        if cell.row not in but:
-            same = here[cell.row, cell.column]
-            for section in ("method", "model", "data", "federation", "training"):
-                assert getattr(same, section) == getattr(config, section), (cell.row, cell.column, section)
-
-
-def test_fedamoles_assignment_is_decided_at_three_rates_and_two_lengths_scored_at_the_end() -> None:
-    configs = configs_of("fedamole/decide-english")
-    assert {cell.row: config.method.options.get("assignment") for cell, config in configs} == {
-        "relevance": None,
-        "once": "once",
-        "fixed": "fixed",
-        "random": "random",
-    }
-    cells = {(config.training.learning_rate, config.federation.rounds) for _, config in configs}
-    assert cells == {(rate, rounds) for rate in (5e-4, 2e-3, 8e-3) for rounds in (10, 40)}
-    assert {config.evaluation.every for _, config in configs} == {40}
-
-
-def test_fedalign_moes_parts_are_decided_with_each_strength_by_region_and_by_index() -> None:
-    compared = {
-        (
-            config.method.options.get("regularisation", 0.1),
-            config.method.options.get("adaptive_weights", True),
-            config.method.options.get("aggregation", "region"),
-        )
-        for cell, config in configs_of("fedalign-moe/decide-english")
-        if "sharp" not in cell.row
-    }
-    weights = ("region", "index")
-    assert compared == {
-        *((0, True, weight) for weight in weights),
-        *((strength, adaptive, weight) for strength in (0.1, 1) for adaptive in (True, False) for weight in weights),
-    }
-    equal = [
-        config for _, config in configs_of("fedalign-moe/decide-english") if "equal_weight" in config.method.options
-    ]
-    assert {config.method.options["equal_weight"] for config in equal} == {"mean"}
-    assert len(equal) == 5
-
-
-def test_fedalign_moes_strength_is_decided_where_it_differs_between_experts_too() -> None:
-    """At the overlaps of 64 experts, 1e-4 to 7e-4 for most, Eq. 9's alpha is equal for all but in the rows `sharp`."""
-    sharp = {
-        cell.row: build_method(config.method.name, config.method.options).settings
-        for cell, config in configs_of("fedalign-moe/decide-english")
-        if cell.row in ("lambda-0.1-region", "lambda-0.1-sharp-region", "lambda-0.1-sharp-constant-region")
-    }
-    plain, adaptive, constant = sharp.values()
-    assert constant == adaptive.model_copy(update={"adaptive_weights": False, "equal_weight": "mean"})
-    overlaps = torch.tensor([1e-4, 7e-4])
-    low, high = adaptive_weights(overlaps, plain.overlap_threshold, plain.overlap_temperature).tolist()
-    assert high - low < 0.001
-    low, high = adaptive_weights(overlaps, adaptive.overlap_threshold, adaptive.overlap_temperature).tolist()
-    assert high - low > 0.5
-
-
 def small_table() -> Table:
     return Table.model_validate(
         {
@@ -434,22 +272,3 @@ def test_a_cell_that_ships_as_a_preset_too_is_that_preset(name: str, row: str, c
     assert settings[0] == settings[1]
     same = [config.model_copy(update={"method": configs[0].method}) for config in configs]
     assert same[0].fingerprint() == same[1].fingerprint()
-
-
-def test_the_causes_of_ub_smoe_are_tested_at_its_deciding_tables_settings() -> None:
-    """At k = 1, with other rounds; the row without LoRA on the experts is A3SMoE's, which averages the rest alike."""
-    decides = {cell.row: config for cell, config in configs_of("ub-smoe/decide-english") if cell.column == "k-1"}
-    found = set()
-    for cell, config in configs_of("ub-smoe/causes-english"):
-        alike = decides["native" if cell.row == "attention" else cell.row]
-        for section in ("model", "data", "training"):
-            assert getattr(config, section) == getattr(alike, section), (cell.row, section)
-        assert config.federation.budgets[0].active_experts == alike.federation.budgets[0].active_experts == 1
-        if cell.row == "attention":
-            assert config.method.name == "a3smoe"
-            options = {**alike.method.options, "targets": ["attention"]}
-            assert {name: options[name] for name in config.method.options} == config.method.options
-        else:
-            assert config.method == alike.method
-        found.add((cell.row, config.federation.rounds))
-    assert found == {(row, rounds) for row in ("native", "native-dmr", "attention") for rounds in (4, 8, 16)}

@@ -37,13 +37,6 @@ def test_a_file_in_the_place_of_a_folder_is_named(tmp_path, below):
     assert names(tmp_path) == ["file"]
 
 
-def test_new_content_replaces_old_and_leaves_nothing_beside_it(tmp_path):
-    write_bytes(tmp_path / "x", b"old and long")
-    write_bytes(tmp_path / "x", b"new")
-    assert (tmp_path / "x").read_bytes() == b"new"
-    assert names(tmp_path) == ["x"]
-
-
 def test_a_reader_sees_the_old_content_until_the_end(tmp_path):
     write_bytes(tmp_path / "x", b"old")
     with replacing(tmp_path / "x") as temporary:

@@ -68,12 +68,6 @@ def test_slices_shared_tensors_and_gradients_are_packed_by_value():
         assert torch.equal(found[name], tensor), name
 
 
-def test_unpacked_tensors_are_writable_and_apart():
-    found, _ = unpack(pack({"a": torch.zeros(2), "b": torch.zeros(2)}, {}))
-    found["a"] += 1
-    assert found["b"].tolist() == [0, 0]
-
-
 def test_what_has_no_place_in_the_format_is_named():
     with pytest.raises(TypeError, match=r"'gate' is torch\.complex64"):
         pack({"gate": torch.zeros(1, dtype=torch.complex64)}, {})

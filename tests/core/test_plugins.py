@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fedguild.core.errors import ConfigError
-from fedguild.core.plugins import Found, Plugins, discover
+from fedguild.core.plugins import Found, Plugins
 from tests.plugins import install
 
 SHIPPED = {
@@ -49,20 +49,6 @@ def test_modules_that_define_the_attribute_ship_and_are_not_imported(zoo: Path):
         Found("grey-wolf", "Wolves", "zoo", "zoo.kinds.grey_wolf"),
     )
     assert not [name for name in sys.modules if name.split(".")[0] == "zoo"]
-
-
-def test_without_an_attribute_every_public_module_ships(zoo: Path):
-    found = discover("zoo.kinds", "zoo.animals")
-    assert [(plugin.name, plugin.title) for plugin in found] == [
-        ("bears", "Bears, a folder of them"),
-        ("grey_wolf", "Wolves"),
-        ("helpers", "No animal at all"),
-    ]
-
-
-def test_a_package_that_is_not_there_ships_nothing():
-    assert discover("zoo.kinds", "zoo.animals") == ()
-    assert discover("fedguild.nothing.here", "zoo.animals") == ()
 
 
 def test_entry_points_are_found_with_title_and_origin(zoo: Path, monkeypatch: pytest.MonkeyPatch):
@@ -139,14 +125,6 @@ def test_broken_plugins_are_named_in_a_line_and_leave_the_others_alone(broken: P
         assert plugin.warning.startswith(f"{name} (broken 1.2) cannot be used: {BROKEN[name][1]}")
         assert "\n" not in plugin.warning
     assert broken.load("cat") == "cat"
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_loading_a_broken_plugin_says_what_is_wrong(broken: Plugins[str], name: str):
-    with pytest.raises(ConfigError) as raised:
-        broken.load(name)
-    assert raised.value.message.startswith(f"The animal {name} (broken 1.2) cannot be used: {BROKEN[name][1]}")
-    assert raised.value.hint == "Repair or uninstall broken 1.2."
 
 
 def test_a_broken_plugin_that_ships_is_no_ones_to_uninstall(zoo: Path):

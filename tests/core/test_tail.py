@@ -52,17 +52,3 @@ def test_a_truncated_file_is_read_from_its_beginning(tmp_path: Path) -> None:
     assert reader.read() == ([], True)
     path.write_bytes(b"new\n")
     assert reader.read()[0] == [b"new"]
-
-
-def test_a_removed_file_is_read_to_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(b"one\n")
-    reader = Tail(path)
-    reader.read()
-    with path.open("ab") as file:
-        file.write(b"the last\n")
-    path.unlink()
-    assert reader.read() == ([b"the last"], False)
-    assert reader.read() == ([], False)
-    path.write_bytes(b"again\n")
-    assert reader.read() == ([b"again"], True)

@@ -60,16 +60,6 @@ def test_targets_are_the_response_tokens_of_each_slot() -> None:
     assert batch.to(torch.device("cpu")) is batch
 
 
-def test_a_text_without_prompt_predicts_from_its_second_token() -> None:
-    batch = collate([[Encoded((5, 6, 7), 0)]], pad_id=0)
-    assert (batch.predict_at.tolist(), batch.targets.tolist()) == ([0, 1], [6, 7])
-
-
-def test_a_batch_of_nothing() -> None:
-    batch = collate([[], []], pad_id=0)
-    assert (batch.input_ids.shape[0], batch.targets.numel(), batch.rows_per_slot) == (0, 0, (0, 0))
-
-
 def test_an_epoch_visits_every_example_once() -> None:
     batches = epoch_order(10, 4, np.random.default_rng(3))
     assert [len(batch) for batch in batches] == [4, 4, 2]

@@ -6,7 +6,7 @@ import pytest
 from fedguild.core.errors import DataError
 from fedguild.core.seeding import numpy_rng
 from fedguild.data.example import Example
-from fedguild.data.partition import SCHEMES, apportion, by_size, partition, partition_table
+from fedguild.data.partition import SCHEMES, apportion, partition, partition_table
 
 
 def make(labels: str, documents: str = "") -> list[Example]:
@@ -79,15 +79,6 @@ def test_dirichlet_lifts_every_client_to_the_minimum_from_the_largest():
         assert min(shrunk) >= max(lifted) - 1
 
 
-def test_dirichlet_shuffles_within_a_label():
-    parts = deal("dirichlet", make("a" * 100), 4, alpha=100.0)
-    assert all(part != list(range(part[0], part[0] + len(part))) for part in parts)
-
-
-def test_the_tightest_minimum_is_met_exactly():
-    assert [len(part) for part in deal("dirichlet", make("ab" * 10), 5, alpha=0.01, minimum=4)] == [4] * 5
-
-
 def test_one_task_per_client_and_round_robin():
     parts = deal("label", EXAMPLES, 6)
     assert [{EXAMPLES[i].label for i in part} for part in parts] == [{"a"}, {"b"}, {"c"}, {"d"}, {"e"}, {"f"}]
@@ -107,11 +98,6 @@ def test_documents_stay_whole_and_balance():
     for part in parts:
         for document in {examples[i].document for i in part}:
             assert all(i in part for i, example in enumerate(examples) if example.document == document)
-
-
-def test_documents_of_one_size_are_dealt_by_seed():
-    examples = make("abcdefgh")
-    assert len({str(deal("document", examples, 2, seed)) for seed in range(5)}) > 1
 
 
 def test_documents_that_are_missing_or_too_few():
@@ -140,11 +126,6 @@ def test_apportion_by_largest_remainders():
     assert apportion(np.array([1.0, 1.0, 1.0]), 5).tolist() == [2, 2, 1]
     assert apportion(np.array([0.6, 0.3, 0.1]), 4).tolist() == [3, 1, 0]
     assert apportion(np.array([1.0, 3.0]), 0).tolist() == [0, 0]
-
-
-def test_by_size_takes_the_minimum_off_first():
-    parts = by_size(np.array([1.0, 0.0]), 10, 3, numpy_rng(0))
-    assert [len(part) for part in parts] == [7, 3]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 import pytest
 
-from fedguild.core.errors import DataError
 from fedguild.data.prompts import TEMPLATES, render
 
 ALPACA = (
@@ -50,8 +49,3 @@ def test_braces_in_the_data_stay_as_they_are(name: str):
     prompt = render(name, "Explain {instruction}", "{0} and {input}")
     assert "Explain {instruction}" in prompt
     assert "{0} and {input}" in prompt
-
-
-def test_an_unknown_template_names_the_known_ones():
-    with pytest.raises(DataError, match=r"no prompt template 'alpacca'[\s\S]*Did you mean 'alpaca'[\s\S]*snli"):
-        render("alpacca", "Add.")

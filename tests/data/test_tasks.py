@@ -93,19 +93,6 @@ def test_the_dictionary_is_one_to_one() -> None:
     assert not set(DICTIONARY.values()) & {word for members in CATEGORIES.values() for word in members}
 
 
-def test_load_is_deterministic_in_the_seed() -> None:
-    first = tasks.load(train_examples=60, test_examples=30, seed=5)
-    assert first == tasks.load(train_examples=60, test_examples=30, seed=5)
-    assert first.train != tasks.load(train_examples=60, test_examples=30, seed=6).train
-
-
-def test_load_spreads_the_examples_evenly() -> None:
-    corpus = tasks.load(train_examples=7, test_examples=5, families=("sum", "reverse", "topic"))
-    assert corpus.name == "tasks"
-    assert [sum(e.task == name for e in corpus.train) for name in ("sum", "reverse", "topic")] == [3, 2, 2]
-    assert [sum(e.task == name for e in corpus.test) for name in ("sum", "reverse", "topic")] == [2, 2, 1]
-
-
 def test_test_examples_do_not_depend_on_the_training_examples_or_other_families() -> None:
     alone = tasks.load(train_examples=0, test_examples=20, families=("sum",), seed=1)
     among = tasks.load(train_examples=90, test_examples=40, families=("reverse", "sum"), seed=1)
@@ -130,11 +117,6 @@ def test_an_unknown_family_is_named_with_the_nearest() -> None:
 def test_no_family_or_one_twice_is_refused(families: tuple[str, ...]) -> None:
     with pytest.raises(DataError, match="each task family once"):
         tasks.load(families=families)
-
-
-def test_a_negative_number_is_refused() -> None:
-    with pytest.raises(DataError, match="-1"):
-        tasks.load(train_examples=-1)
 
 
 def test_a_family_that_runs_out_of_questions_says_how_many_it_has() -> None:

@@ -75,11 +75,6 @@ def test_no_cohort_begins_after_the_deadline_and_one_that_has_begun_is_waited_fo
     assert all(delivery.needed for delivery in deliveries)
 
 
-def test_nobody_to_train_is_nothing_to_do(olmoe_backbone, flame, tmp_path):
-    engine = engine_of(olmoe_backbone, flame, tmp_path, 2)
-    assert list(engine.train(flame, olmoe_backbone.info, [], Wait(enough=2))) == []
-
-
 def test_cohorts_keep_the_smaller_size_and_the_order():
     cohorts, tried, done = FittingCohorts(range(11), 8, torch.device("cpu")), [], []
     for cohort in cohorts:
@@ -146,11 +141,6 @@ def actor(tmp_path: Path):
         pack_examples(rows),
     )
     torch.set_num_threads(threads)
-
-
-def test_an_actor_loads_once_and_computes_with_its_threads(actor):
-    assert actor.describe()["threads"] == torch.get_num_threads() == 2
-    assert actor.describe()["loads"] == 1
 
 
 def test_an_actor_trains_from_plain_values_and_bytes(actor, flame):

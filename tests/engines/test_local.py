@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 
@@ -103,13 +102,6 @@ def test_every_cohort_size_gives_the_uploads_of_clients_alone(olmoe_backbone, fl
     assert kept_rounds(tmp_path / "found") == kept_rounds(tmp_path / "alone")
 
 
-def test_in_fp64_they_are_equal_tensor_by_tensor(flame, tmp_path):
-    backbone = tiny_backbone("olmoe", dtype=torch.float64)
-    alone, together = (deliver(backbone, flame, tmp_path / str(size), size) for size in (1, 5))
-    for found, expected in zip(uploads(together), uploads(alone), strict=True):
-        assert all(distance(found[name], tensor) < 1e-8 for name, tensor in expected.items())
-
-
 def test_a_client_starts_from_its_download_and_its_memory(olmoe_backbone, flame, tmp_path, monkeypatch):
     starts = {}
     original = Cohort.steps
@@ -139,14 +131,6 @@ def test_a_delivery_tells_what_was_trained(olmoe_backbone, flame, tmp_path):
         sent = delivery.upload.part("routing")
         layers = [layer.experts for layer in olmoe_backbone.info.moe]
         assert torch.equal(delivery.frequency, torch.stack([sent[name] for name in layers]))
-
-
-def test_the_backbone_is_bit_identical_after_a_round(flame, tmp_path):
-    backbone = tiny_backbone("olmoe")
-    before = backbone.fingerprint()
-    deliver(backbone, flame, tmp_path)
-    assert backbone.fingerprint() == before
-    assert backbone.runtime.current is None
 
 
 def test_memory_is_kept_cohort_by_cohort_before_its_deliveries(olmoe_backbone, flame, tmp_path):
@@ -308,10 +292,6 @@ def test_auto_counts_the_first_round_of_fed_sb(olmoe_backbone, flame, tmp_path, 
         members = [(task, method.plan(olmoe_backbone.info, task.client.budget)) for task in tasks]
         assert engine._size(method, members) == 1
     assert [plan and plan.rank for plan in asked] == [4 + 2 * 4 + 1, None]
-
-
-def test_free_bytes_of_a_cpu():
-    assert 0 < free_bytes(torch.device("cpu")) <= psutil.virtual_memory().total
 
 
 def test_free_bytes_of_a_gpu_count_what_torch_keeps_cached(monkeypatch):

@@ -129,7 +129,3 @@ def test_each_version_is_encoded_once_for_all_rounds_of_a_run(tmp_path: Path, mo
         assert stored.references(merges, ledger.contents) == references
     assert len(put) < 11 + 11 // 3
     assert folds == 1
-
-
-def test_nobody_to_train_is_nothing_to_merge(federation: Federation) -> None:
-    assert list(engine_of(federation).train(federation.method, federation.model, [])) == []

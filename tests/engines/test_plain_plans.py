@@ -10,7 +10,6 @@ from fedguild.client.budget import Budget
 from fedguild.core.errors import FedGuildError
 from fedguild.engines.plain_plans import CLASS, plain_plan, plan_from_plain
 from fedguild.methods import METHODS, build_method
-from fedguild.model.plan import AdapterPlan
 from tests.methods.test_matrix import CASES
 
 
@@ -41,7 +40,3 @@ def test_only_parts_are_built(name, reason):
     fields = {"name": "a", "group": "mlp", "inputs": 1, "outputs": 1} if "Linear" in name else {}
     with pytest.raises(FedGuildError, match=reason):
         plan_from_plain({"parts": ({CLASS: name, **fields},), "active_experts": None})
-
-
-def test_active_experts_come_back():
-    assert plan_from_plain(plain_plan(AdapterPlan((), 3))) == AdapterPlan((), 3)

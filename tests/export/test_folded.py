@@ -6,15 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from fedguild.export.adapter import write_adapter
 from fedguild.export.merged import write_merged
-from fedguild.export.weights import folded
 from fedguild.model.adapters.lora import Lora
-from fedguild.model.plan import AdapterPlan, adapter_shapes
+from fedguild.model.plan import AdapterPlan
 from tests.export.conftest import assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
 
 TARGETS = {"olmoe": ("attention", "router", "experts"), "llama": ("attention", "mlp")}
@@ -44,27 +42,3 @@ def test_the_written_model_gives_our_logits(
     assert_same_logits(plain_logits(written), ours)
     change = (plain_logits(AutoModelForCausalLM.from_pretrained(base)) - ours).abs().max()
     assert change > 0.01 * ours.abs().max()
-
-
-def test_a_frozen_a_is_written_like_any_other(base_folder: Callable[..., Path], tmp_path: Path) -> None:
-    base = base_folder("olmoe")
-    backbone = backbone_of(base)
-    deployment = deployment_of(backbone, AdapterPlan((Lora(2, 0.5, TARGETS["olmoe"], frozen=("lora_A",)),)))
-    write_adapter(tmp_path, backbone.info, deployment, base=str(base))
-    written = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path)
-    assert_same_logits(plain_logits(written), slot_logits(backbone, deployment))
-
-
-def test_folding_multiplies_r_and_a(base_folder: Callable[..., Path]) -> None:
-    backbone = backbone_of(base_folder("olmoe"))
-    deployment = deployment_of(backbone, between("olmoe"))
-    plain = folded(deployment)
-    assert {name: tuple(value.shape) for name, value in plain.tensors.items()} == adapter_shapes(
-        backbone.info, plain.plan
-    )
-    for name, value in plain.tensors.items():
-        before = deployment.tensors[name]
-        if name.endswith("lora_A"):
-            before = deployment.tensors[name.replace("lora_A", "lora_R")] @ before
-        assert torch.equal(value, before)
-    assert folded(plain) == plain

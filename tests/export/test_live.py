@@ -103,15 +103,6 @@ def test_the_adapter_changes_the_model() -> None:
         assert (plain - logits[0]).abs().max() > 1e-2, label
 
 
-def test_several_samples_of_a_prompt() -> None:
-    backbone, deployment = fresh("mixture of logits")
-    model = attached(backbone, deployment)
-    out = model.generate(
-        **padded(PROMPTS[:1]), max_new_tokens=3, do_sample=True, num_return_sequences=4, pad_token_id=0
-    )
-    assert len(out) == 4
-
-
 def test_a_gate_needs_token_ids() -> None:
     backbone, deployment = fresh("mixture of logits")
     model = attached(backbone, deployment)

@@ -71,19 +71,6 @@ def test_experts_and_routers_trained_in_full(family: str, base_folder: BaseFolde
     assert change > 0.01 * ours.abs().max()
 
 
-def test_a_full_change_is_added_in_fp32() -> None:
-    """Weight, LoRA and change are summed before the one rounding to bf16."""
-    backbone = make_backbone(tiny_model(dtype=torch.bfloat16), None, name="tiny")
-    deployment = deployment_of(backbone, AdapterPlan((Lora(2, 0.7, ("experts",)), FullExperts())))
-    experts, tensors = backbone.info.moe[1].experts, deployment.tensors
-    up, down, change = (tensors[f"{experts}.gate_proj.{leaf}"].double() for leaf in ("lora_B", "lora_A", "delta"))
-    weight = backbone.model.state_dict()[f"{experts}.gate_up_proj"][:, :8].double()
-    exact = weight + 0.7 * up @ down + change
-    found = dict(merged_weights(backbone, deployment))[f"{experts}.gate_up_proj"]
-    assert found.dtype == torch.bfloat16
-    assert ((found[:, :8].double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
-
-
 @dataclass(frozen=True)
 class Beside(AdapterPart):
     """A part that changes what the model does, and no weight."""
@@ -105,18 +92,6 @@ def test_every_kind_of_output_scale(kind: str, base_folder: BaseFolder, tmp_path
     deployment = deployment_of(backbone, plan)
     write_merged(tmp_path, backbone, deployment)
     assert_same_logits(plain_logits(AutoModelForCausalLM.from_pretrained(tmp_path)), slot_logits(backbone, deployment))
-
-
-def test_the_scale_falls_on_the_experts_down_projection_alone() -> None:
-    backbone = tiny_backbone("qwen2_moe")
-    plan = AdapterPlan((Lora(2, 1.0, ("q_proj",)), OutputScale("fixed", 3.0)))
-    before = backbone.model.state_dict()
-    after = dict(merged_weights(backbone, deployment_of(backbone, plan)))
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    down = {f"{moe.experts}.down_proj" for moe in backbone.info.moe}
-    assert changed == down | {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in (0, 1)}
-    for name in down:
-        torch.testing.assert_close(after[name], 3.0 * before[name])
 
 
 def test_the_names_are_those_of_the_hub(base_folder: BaseFolder, tmp_path: Path) -> None:
@@ -157,25 +132,6 @@ def test_many_shards_load_as_one(base_folder: BaseFolder, tmp_path: Path) -> Non
     assert set(index["weight_map"].values()) == set(files)
     assert not list(tmp_path.glob("*.part"))
     assert_same_logits(plain_logits(AutoModelForCausalLM.from_pretrained(tmp_path)), slot_logits(backbone, deployment))
-
-
-def test_a_weight_larger_than_a_shard_gets_one_of_its_own(base_folder: BaseFolder, tmp_path: Path) -> None:
-    backbone = backbone_of(base_folder("llama"))
-    deployment = deployment_of(backbone, AdapterPlan((Lora(2, 1.0, ("q_proj",)),)))
-    write_merged(tmp_path, backbone, deployment, shard_bytes=1)
-    weights = dict(merged_weights(backbone, deployment))
-    assert len(list(tmp_path.glob("*.safetensors"))) == len(weights)
-
-
-def test_the_config_says_nothing_of_us(base_folder: BaseFolder, tmp_path: Path) -> None:
-    backbone = backbone_of(base_folder("olmoe"))
-    plan = AdapterPlan((Lora(2, 1.0, ("q_proj",)),), 2)
-    write_merged(tmp_path, backbone, deployment_of(backbone, plan))
-    text = (tmp_path / "config.json").read_text()
-    found = json.loads(text)
-    assert (found["architectures"], found["dtype"]) == (["OlmoeForCausalLM"], "float32")
-    assert found["num_experts_per_tok"] == 2
-    assert "fedguild" not in text
 
 
 def test_four_bit_weights_are_refused(tmp_path: Path) -> None:

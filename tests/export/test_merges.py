@@ -17,7 +17,7 @@ from fedguild.config import Config
 from fedguild.core.errors import ModelError
 from fedguild.core.payload import with_part
 from fedguild.export.adapter import obstacle, write_adapter
-from fedguild.export.merged import merged_weights, write_merged
+from fedguild.export.merged import write_merged
 from fedguild.export.weights import in_one_adapter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone, make_backbone
@@ -28,7 +28,6 @@ from fedguild.runs.exporting import Form, Subject, export
 from fedguild.server.method import Deployment
 from tests.backbones import random_adapter, tiny_model
 from tests.export.conftest import BUDGETS, assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
-from tests.oracles.merges import change_of
 from tests.runs.runs import save_model
 
 BaseFolder = Callable[..., Path]
@@ -90,15 +89,6 @@ def test_changes_that_were_folded_are_exported_in_the_merged_form(base_folder: B
     assert_same_logits(plain_logits(AutoModelForCausalLM.from_pretrained(tmp_path)), ours)
 
 
-def test_modules_of_fewer_ranks_are_filled_up() -> None:
-    backbone = make_backbone(tiny_model("llama"), None, name="tiny")
-    deployment = merged_deployment(backbone, AdapterPlan((Lora(3, 0.7, ("q_proj", "v_proj")),)), ("q_proj",))
-    folded = in_one_adapter(deployment)
-    assert (folded.plan.lora.rank, folded.plan.lora.scale, folded.merged) == (9, 1.0, {})
-    assert {tensor.shape[0] for name, tensor in folded.tensors.items() if name.endswith("lora_A")} == {9}
-    assert_same_logits(slot_logits(backbone, folded), our_logits(backbone, deployment))
-
-
 def test_a_factor_in_the_middle_is_folded_before_the_changes_join() -> None:
     backbone = make_backbone(tiny_model(), None, name="tiny")
     plan = AdapterPlan((Lora(3, 0.7, EVERYTHING, middle=True, frozen=("lora_A", "lora_B")),))
@@ -107,19 +97,6 @@ def test_a_factor_in_the_middle_is_folded_before_the_changes_join() -> None:
     found = in_one_adapter(deployment)
     assert (found.plan.lora.rank, found.plan.lora.middle, found.merged) == (9, False, {})
     assert_same_logits(slot_logits(backbone, found), our_logits(backbone, deployment))
-
-
-def test_one_rounding_to_bf16() -> None:
-    backbone = make_backbone(tiny_model(dtype=torch.bfloat16), None, name="tiny")
-    deployment = merged_deployment(backbone, AdapterPlan((Lora(2, 0.7, ("experts",)),)))
-    module = f"{backbone.info.moe[1].experts}.down_proj"
-    up, down = (deployment.tensors[f"{module}.{leaf}"].double() for leaf in ("lora_B", "lora_A"))
-    change = change_of(deployment.merged, module)
-    assert change is not None
-    exact = backbone.model.state_dict()[module].double() + change + 0.7 * up @ down
-    found = dict(merged_weights(backbone, deployment))[module]
-    assert found.dtype == torch.bfloat16
-    assert ((found.double() - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
 
 
 def test_what_an_adapter_does_not_carry_is_named(tmp_path: Path) -> None:

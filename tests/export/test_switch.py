@@ -9,7 +9,6 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSeq2SeqLM
 
 from fedguild.export.adapter import obstacle, peft_config, write_adapter
-from fedguild.export.card import Origin, adapter_card, merged_card
 from fedguild.export.merged import write_merged
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
@@ -26,7 +25,6 @@ INPUTS = {
     "input_ids": torch.tensor(random_rows([9, 9], 1)),
     "decoder_input_ids": torch.tensor(random_rows([5, 5], 2)),
 }
-ORIGIN = Origin("run", "FedIT", 2, "all", "base", '"base"')
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +89,3 @@ def test_peft_loads_the_adapter_with_our_logits(base, tmp_path):
     assert_same_logits(logits_of(adapted), our_logits(backbone, deployment))
     config = peft_config(backbone.info, deployment.plan, base="base")
     assert (config["task_type"], config["target_parameters"]) == ("SEQ_2_SEQ_LM", None)
-
-
-def test_the_cards_load_an_encoder_decoder_model(base):
-    info = load_backbone_without_tokenizer(base).info
-    deployment = deployment_of(load_backbone_without_tokenizer(base), PLAN)
-    for card in (adapter_card(ORIGIN, info, deployment), merged_card(ORIGIN, info, deployment)):
-        assert "AutoModelForSeq2SeqLM.from_pretrained" in card
-        assert "AutoModelForCausalLM" not in card
-        assert "rank_pattern" not in card

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -69,10 +68,3 @@ def test_an_edit_is_found(edit: str, tmp_path: Path) -> None:
     log.path.write_bytes(b"".join(edited))
     with pytest.raises(CheckpointError, match="line 2 is not what was written"):
         log.read()
-
-
-def test_lines_are_plain_json(tmp_path: Path) -> None:
-    log = AuditLog(tmp_path)
-    log.append("joined", client=0)
-    (line,) = log.path.read_text().splitlines()
-    assert set(json.loads(line)) == {"time", "event", "client", "seal"}

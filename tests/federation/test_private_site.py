@@ -14,7 +14,6 @@ from fedguild.config import Config
 from fedguild.core.errors import DataError
 from fedguild.federation.flower.engine import read_payload
 from fedguild.federation.flower.message import Message
-from fedguild.federation.site_policy import SitePolicy
 from fedguild.federation.testing import drive
 from fedguild.federation.trainer_service import LEDGER_NAME, WITHHELD, TrainerService, run_metadata
 from fedguild.privacy.dp.accounting import Release, epsilon
@@ -186,12 +185,6 @@ def test_a_run_keeps_the_config_that_it_began_with(model: Path, tmp_path: Path) 
     assert len(Ledger(trainer.work / FILE).releases(LEDGER_NAME)) == 1
     assert not trainer.handle(train_request(first, round=2)).failure
     assert not trainer.handle(replace(train_request(second), run="cd" * 16)).failure
-
-
-def test_what_a_site_lets_be_public_is_accepted(model: Path) -> None:
-    rules = rules_of(private(model, *LOCAL, "privacy.public=[sizes]"))
-    assert SitePolicy(max_epsilon=1.0, public=("sizes",)).privacy_refusal(rules) == ""
-    assert SitePolicy().privacy_refusal(None) == ""
 
 
 CENTRAL = ("privacy.unit=client", "privacy.trust_model=central", "privacy.noise_multiplier=3", "privacy.clip=0.1")

@@ -90,13 +90,6 @@ def test_the_servers_seed_does_not_give_the_noise(config: Config, tmp_path: Path
     assert same(uploaded, drawn(private_seed(secret, site, train_request(noisy(config)).body)))
 
 
-def test_without_noise_a_secret_changes_nothing(config: Config, tmp_path: Path) -> None:
-    first, second = (
-        trainers_of(config, tmp_path / name)[1].handle(train_request(config)) for name in ("first", "second")
-    )
-    assert first.body == second.body
-
-
 def test_a_desk_that_restarts_gives_the_same_bits(config: Config, tmp_path: Path) -> None:
     request = train_request(noisy(config))
     first, again = (embeddings(trainers_of(noisy(config), tmp_path)[1], request) for _ in range(2))
@@ -134,11 +127,6 @@ def test_the_secret_stays_with_its_owner(config: Config, tmp_path: Path) -> None
         secrets.add(secret)
     assert len(secrets) == len(trainers)
     assert all(len(secret) == SECRET_BYTES for secret in secrets)
-
-
-def test_two_runs_have_two_secrets(tmp_path: Path) -> None:
-    assert run_secret(tmp_path / "one") != run_secret(tmp_path / "other")
-    assert run_secret(tmp_path / "one") == run_secret(tmp_path / "one")
 
 
 def test_a_damaged_secret_is_said(tmp_path: Path) -> None:

@@ -41,21 +41,11 @@ def test_a_refusal_names_the_setting(policy: SitePolicy, reason: str) -> None:
     assert policy.run_refusal(TERMS) == reason
 
 
-def test_what_a_run_asks_for_exactly_is_accepted() -> None:
-    policy = SitePolicy(methods=("fedit",), min_steps=10, max_steps=10, min_batch=8, min_examples=60, min_clients=3)
-    assert policy.run_refusal(TERMS) == ""
-
-
 def test_kinds_of_requests() -> None:
     policy = SitePolicy(requests=("train",))
     assert policy.kind_refusal("train") == ""
     assert policy.kind_refusal("score") == "'score' is not among accept.requests (train)"
     assert SitePolicy(requests=()).kind_refusal("train") == "'train' is not among accept.requests (none)"
-
-
-def test_a_score_of_few_examples() -> None:
-    assert SitePolicy(min_scored=5).score_refusal(5) == ""
-    assert SitePolicy(min_scored=5).score_refusal(4) == "a score is of 4 example(s), below accept.min_scored of 5"
 
 
 @pytest.mark.parametrize(
@@ -71,11 +61,6 @@ def test_a_score_of_few_examples() -> None:
 def test_names_that_may_leave(leave: tuple[str, ...], refusal: str) -> None:
     reason = SitePolicy(leave=leave).names_refusal(["adapter/a", "adapter/b", "stats/n"])
     assert (refusal in reason) if refusal else not reason
-
-
-def test_the_largest_upload() -> None:
-    assert SitePolicy(max_upload_bytes=10).size_refusal(10) == ""
-    assert "11 bytes, beyond accept.max_upload_bytes of 10" in SitePolicy(max_upload_bytes=10).size_refusal(11)
 
 
 def request(kind: str = "train", round: int = 1, body: bytes = b"", **metadata: object) -> Message:

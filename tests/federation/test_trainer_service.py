@@ -91,12 +91,6 @@ def test_a_config_of_another_version_is_a_failure(config: Config, trainer: Train
     assert "the same version of fedguild" in trainer.handle(strange).failure
 
 
-def test_an_unknown_method_lists_the_known(config: Config, trainer: TrainerService) -> None:
-    request = train_request(config)
-    request.metadata["config"]["method"] = {"name": "fedwhat"}
-    assert "fedwhat" in trainer.handle(request).failure
-
-
 def test_damaged_bytes_are_a_failure(config: Config, trainer: TrainerService) -> None:
     assert "cannot be decoded" in trainer.handle(replace(train_request(config), body=b"\1" * 64)).failure
 
@@ -191,9 +185,3 @@ def test_a_round_beyond_those_of_the_run_is_refused(kind: str, config: Config, t
     failure = trainer.handle(request).failure
     assert failure == "refused by its site: round 3 is asked for, but the run has 2 round(s)"
     assert not (trainer.work / "runs").exists()
-
-
-def test_a_run_cannot_be_given_more_rounds_than_it_began_with(config: Config, trainer: TrainerService) -> None:
-    assert not trainer.handle(train_request(config)).failure
-    more = config.model_copy(update={"federation": config.federation.model_copy(update={"rounds": 10**6})})
-    assert "the run began here with another config" in trainer.handle(train_request(more, 3)).failure

@@ -62,17 +62,6 @@ def test_other_systems_are_left_alone(monkeypatch):
     assert heap.keep_freed_pages.__wrapped__() is False
 
 
-def test_other_c_libraries_are_left_alone(monkeypatch):
-    class Musl:
-        pass
-
-    monkeypatch.setattr(sys, "platform", "linux")
-    for name in [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_"))]:
-        monkeypatch.delenv(name)
-    monkeypatch.setattr(heap.ctypes, "CDLL", lambda _: Musl())
-    assert heap.keep_freed_pages.__wrapped__() is False
-
-
 GIVING_BACK = """
 import psutil, torch
 from fedguild.model.heap import give_back_freed_pages, keep_freed_pages

@@ -17,7 +17,6 @@ from fedguild.measuring.log.records import EvaluationRecord, ObservationRecord, 
 from fedguild.measuring.scores.statistics import half_width, spread
 from fedguild.report import html
 from fedguild.report.html import run_figures, write_comparison, write_report
-from fedguild.report.style import key_at
 from fedguild.report.tables import run_table
 from fedguild.runs.api.launch import Launch
 from fedguild.runs.api.run_grid import RunGrid
@@ -103,20 +102,6 @@ def test_the_page_of_a_run_in_which_every_client_has_a_model_of_its_own(personal
     assert page.count("<svg") == 9 + page.count('<div class="on-narrow"><svg') == 9 + 8
 
 
-def test_figures_beyond_the_first_are_folded_away(
-    personal_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(html, "observation_figure", lambda _, key, width: f'<svg id="{key_at(key, width)}"></svg>')
-    (tmp_path / "config.yaml").write_text((personal_folder / "config.yaml").read_text())
-    records = [r for r in RunLog(personal_folder).read() if r.round > 4 and r.kind in ("evaluation", "observation")]
-    extra = [r.model_copy(update={"name": f"{r.name} of another kind"}) for r in records if r.kind == "observation"]
-    RunLog(tmp_path).append(*records, *extra)
-    page = write_report(tmp_path).read_text()
-    assert_self_contained(page)
-    assert "<summary>2 more</summary>" in page
-    assert len(re.findall(r'<svg id="observed-\d(?:-narrow)?">', page)) == 2 * 6
-
-
 def test_the_page_of_a_comparison_without_global_models(personal_folder: Path, tmp_path: Path) -> None:
     page = write_comparison({"fedamole": [personal_folder]}, tmp_path).read_text()
     assert_self_contained(page)
@@ -200,32 +185,6 @@ def test_the_pages_of_a_table_have_its_figure_of_the_comparisons_own_runs(
         assert "The mean score by alpha; bars are the means&#39; 95 % intervals over the seeds.</figcaption>" in page
 
 
-def test_the_pages_of_a_table_have_its_further_figures_and_that_over_the_rounds(
-    compared: Callable[..., fedguild.Comparison], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of the seeds' 0.5 and 1.5 a mean of 1, with an interval of 12.706 times 0.5."""
-    for name in ("score_bars", "curves_by_column", "cost_against_score"):  # which other tests draw
-        monkeypatch.setattr(f"fedguild.report.comparison_figures.{name}", lambda *_: "<svg></svg>")
-    drift = {"figure": "drift", "panels": {"Even": {"by size": "even @ alpha-5"}}}
-    comparison = compared({"figures": {"more": FIGURE | {"x": "Dirichlet"}}, "rounds": drift})
-    for path in comparison.pages.values():
-        page = path.read_text()
-        assert "The mean score by Dirichlet; bars are" in page
-        assert 'aria-label="The drift by round. Even, by size: 1 ± 6.35 at 1."' in page
-
-
-def test_the_pages_of_a_table_without_a_figure_or_without_a_cell_of_it_have_none(
-    compared: Callable[..., fedguild.Comparison], undrawn: None
-) -> None:
-    for comparison in (compared({}), compared({"figure": FIGURE}, rows=["even"])):
-        assert "The whole table" not in comparison.pages["alpha-5"].read_text()
-
-
-def test_a_page_repeats_exactly(run_folder: Path, run_page: Path) -> None:
-    first = run_page.read_bytes()
-    assert write_report(run_folder).read_bytes() == first
-
-
 def test_names_in_the_config_cannot_inject_markup(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", rounds=1, layers=1, clients=2)
     config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -240,20 +199,6 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     assert_self_contained(page)
     assert "Before training, flame scores 0.200." in page
     assert "<h2>Costs</h2>" not in page
-
-
-def test_a_run_that_scores_clients_only(tmp_path: Path) -> None:
-    small = write_run(tmp_path / "small", own_scores=True, rounds=1, clients=4, layers=1)
-    (tmp_path / "config.yaml").write_text((small / "config.yaml").read_text())
-    records = RunLog(small).read()
-    own = [r for r in records if not isinstance(r, EvaluationRecord) or r.scope == "client"]
-    RunLog(tmp_path).append(*own)
-    page = write_report(tmp_path).read_text()
-    assert_self_contained(page)
-    assert "on average over the clients, each on its own data" in page
-    other = write_comparison({"flame": [tmp_path]}, tmp_path).read_text()
-    assert_self_contained(other)
-    assert "MTAL" in other
 
 
 def test_what_is_no_run_is_named(tmp_path: Path) -> None:

@@ -52,11 +52,6 @@ def test_a_difference_is_between_each_rows_own_score_seed_by_seed(table: Compari
     assert table.difference("flame", "pooled") is None
 
 
-def test_where_all_rows_have_one_score_the_header_says_it_once(table: ComparisonTable) -> None:
-    grid = overview({"a": table}, {**SCORES, "flame": "mean", "unused": "mtal"}, "mine")
-    assert grid.title == "mine: global model, mean over budgets; mean ± sample deviation over 3 seeds"
-
-
 def test_one_column_has_an_overview_only_where_its_rows_have_unlike_scores(
     table: ComparisonTable, tmp_path: Path
 ) -> None:
@@ -67,10 +62,3 @@ def test_one_column_has_an_overview_only_where_its_rows_have_unlike_scores(
     assert "mine: " not in write_overview({"": table}, alike, "mine", tmp_path).read_text()
     text = write_overview({"": table}, SCORES, "mine", tmp_path).read_text()
     assert text.startswith("**mine: clients' models as received, on all data; fedit-ranks: global model")
-
-
-def test_a_row_without_its_score_shows_a_gap(runs: dict[str, list[Run]]) -> None:
-    plain = compare(runs)
-    grid = overview({"a": plain}, SCORES, "mine")
-    assert (grid.rows[0][1].text, grid.rows[2][1].text) == ("–", "–")
-    assert plain.best(SCORES) is None

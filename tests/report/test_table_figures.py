@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from matplotlib.colors import to_hex
 from pydantic import ValidationError
 
 from fedguild.config import Table, table_cells, tables
 from fedguild.report import table_figures
-from fedguild.report.style import METHOD_COLOURS, NARROW_WIDTH
+from fedguild.report.style import NARROW_WIDTH
 
 TABLE: dict[str, Any] = {
     "preset": "flame/tiny-tasks",
@@ -74,26 +72,6 @@ def test_the_points_are_the_means_over_the_seeds() -> None:
     assert {score.count for lines in drawn.panels.values() for scores in lines.values() for score in scores} == {3}
 
 
-def test_a_figure_may_draw_a_score_of_its_own_at_a_value() -> None:
-    """Of one cell the scores by budget; the table's score where the figure names none."""
-    figure = {
-        "x": "budget",
-        "values": ["smallest", "mean of all"],
-        "scores": {"smallest": "b4"},
-        "panels": {"": {"t = 2": "t-2 @ even"}},
-    }
-    table = Table.model_validate({**TABLE, "figure": figure})
-    with_budget = [
-        replace(record, scores={"mean": record.scores["mean"], "b4": record.scores["mean"] - 0.25})
-        for record in records()
-    ]
-    drawn = first_figure(table, with_budget)
-    assert drawn is not None
-    assert [round(one.mean, 9) for one in drawn.panels[""]["t = 2"]] == [0.35, 0.6]
-    assert drawn.y == "score"
-    assert first_figure(table, records()) is None, "no run has the budget"
-
-
 GAINS: dict[str, Any] = {
     "x": "temperature t",
     "values": ["2", "2 again"],
@@ -120,15 +98,6 @@ def test_gains_are_taken_seed_by_seed() -> None:
     assert any(list(line.get_ydata()) == [0.0, 0.0] for line in axes.lines), "the line at zero"
 
 
-def test_gains_are_of_the_seeds_that_both_cells_have() -> None:
-    some = [one for one in records() if (one.row, one.seed) != ("t-0", 2)]
-    drawn = first_figure(Table.model_validate({**TABLE, "figure": GAINS}), some)
-    assert drawn is not None
-    assert drawn.panels["Even"]["as published"][0].count == 2
-    none = [one for one in records() if one.row != "t-0"]
-    assert first_figure(Table.model_validate({**TABLE, "figure": GAINS}), none) is None
-
-
 @pytest.mark.parametrize(
     ("minus", "told"),
     [
@@ -140,28 +109,6 @@ def test_gains_are_of_the_seeds_that_both_cells_have() -> None:
 def test_gains_over_what_is_unknown_are_refused(minus: dict[str, object], told: str) -> None:
     with pytest.raises(ValidationError, match=told):
         Table.model_validate({**TABLE, "figure": {**GAINS, "minus": minus}})
-
-
-def test_a_further_figure_is_not_called_as_the_one_over_the_rounds() -> None:
-    with pytest.raises(ValueError, match="cannot be called rounds"):
-        Table.model_validate({**TABLE, "figures": {"rounds": TABLE["figure"]}})
-    further = {**TABLE["figure"], "panels": {"": {"t = 3": "t-3 @ dirichlet-{x}"}}}
-    with pytest.raises(ValueError, match="names t-3, no row or column"):
-        Table.model_validate({**TABLE, "figures": {"further": further}})
-
-
-def test_a_score_for_no_value_of_the_axis_is_refused() -> None:
-    figure = {**TABLE["figure"], "scores": {"4": "b1"}}
-    with pytest.raises(ValidationError, match="a score for 4, no value of its axis"):
-        Table.model_validate({**TABLE, "figure": figure})
-
-
-def test_more_lines_than_colours_are_refused() -> None:
-    lines = {f"line {number}": "t-{x} @ even" for number in range(len(METHOD_COLOURS))}
-    Table.model_validate({**TABLE, "figure": {**TABLE["figure"], "panels": {"": lines}}})
-    panels = {"": lines, "other": {"one more": "t-{x} @ even"}}
-    with pytest.raises(ValidationError, match="the figure has 9 lines; with more than 8 colours would repeat"):
-        Table.model_validate({**TABLE, "figure": {**TABLE["figure"], "panels": panels}})
 
 
 def test_nothing_is_drawn_before_every_cell_is_recorded() -> None:
@@ -195,54 +142,6 @@ def test_lines_and_bars_have_the_means_and_the_intervals() -> None:
     assert [text.get_text() for text in legend.get_texts()] == ["as published", "by k"]
 
 
-def test_a_line_has_one_colour_in_all_panels_and_in_the_legend() -> None:
-    panels = {"Even": TABLE["figure"]["panels"]["Even"], "Skewed": {"by k": "t-{x} @ skewed", "alone": "t-2 @ skewed"}}
-    drawn = first_figure(Table.model_validate(TABLE | {"figure": TABLE["figure"] | {"panels": panels}}), records())
-    assert drawn is not None
-    figure = table_figures.draw(drawn)
-    seen: dict[str, set[str]] = {}
-    for axes in figure.axes:
-        for container in axes.containers:
-            seen.setdefault(str(container.get_label()), set()).add(container.lines[0].get_color())  # type: ignore[attr-defined]
-    assert seen.keys() == {"as published", "by k", "alone"}
-    assert len(set.union(*seen.values())) == 3
-    assert all(len(colours) == 1 for colours in seen.values())
-    (legend,) = figure.legends
-    shown = {
-        text.get_text(): to_hex(handle.get_color()[0])  # type: ignore[union-attr]
-        for text, handle in zip(legend.get_texts(), legend.legend_handles, strict=True)
-    }
-    assert shown == {line: to_hex(colours.pop()) for line, colours in seen.items()}
-
-
-def test_one_seed_has_no_interval() -> None:
-    table = Table.model_validate(TABLE)
-    drawn = first_figure(table, records(seeds=1))
-    assert drawn is not None
-    for container in table_figures.draw(drawn).axes[0].containers:
-        line, _, (bars,) = container.lines  # type: ignore[attr-defined]
-        assert all(math.isfinite(value) for value in line.get_ydata())
-        assert all(low[1] == high[1] for low, high in bars.get_segments())
-    assert "Even, as published: 0.500 at 0, 0.600 at 2." in table_figures.description(drawn)
-
-
-def test_the_file_says_every_number_to_who_cannot_see_it() -> None:
-    table = Table.model_validate(TABLE)
-    drawn = first_figure(table, records())
-    assert drawn is not None
-    told = table_figures.description(drawn)
-    assert told.startswith(
-        "The mean score by temperature t. Even, as published: 0.500 ± 0.248 at 0, 0.600 ± 0.248 at 2."
-    )
-    file = table_figures.svg("one-two", drawn)
-    assert f'aria-label="{told}"' in file
-    assert 'xmlns="http://www.w3.org/2000/svg"' in file
-    assert file == table_figures.svg("one-two", drawn)
-    sized = table_figures.svg_file("one-two", drawn)
-    assert sized.startswith(f'<svg width="{NARROW_WIDTH * 96:.0f}" height="'), "an image of it would fill the page"
-    assert sized.partition(' class="')[2] == file.partition(' class="')[2]
-
-
 ROUNDS = {"figure": "drift", "panels": {"Even": {"t = 0": "t-0 @ even", "t = 2": "t-2 @ even"}}}
 
 
@@ -272,11 +171,6 @@ def test_a_methods_own_figure_is_drawn_over_the_rounds() -> None:
         assert table_figures.over_rounds(table, others) is None, change
     without = [record for record in reported if record.row != "t-2"]
     assert table_figures.over_rounds(table, without) is None
-
-
-def test_a_figure_over_the_rounds_names_cells_of_the_table() -> None:
-    with pytest.raises(ValidationError, match="line 'a' names odd, no row or column"):
-        Table.model_validate({**TABLE, "rounds": {"figure": "drift", "panels": {"": {"a": "t-0 @ odd"}}}})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fedguild.measuring.log.folder import Run
 from fedguild.report.costs import client_totals
-from fedguild.report.grid import Cell, Grid
+from fedguild.report.grid import Grid
 from fedguild.report.tables import routing_grid, run_table, task_grid, training_grid
 from tests.report.runs import START
 
@@ -35,11 +35,6 @@ def test_the_run_table_holds_the_last_round(run: Run) -> None:
     assert table.rows[3].cost.training_flops == pytest.approx(flops)
 
 
-def test_the_recorded_mtal_wins_over_our_own_mean(run: Run) -> None:
-    recorded = run.evaluations[-1].model_copy(update={"scope": "summary", "name": "mtal", "score": 0.125})
-    assert run_table(dataclasses.replace(run, evaluations=[*run.evaluations, recorded])).mtal == 0.125
-
-
 def test_a_mean_over_clients_has_its_recorded_deviation_or_ours(run: Run) -> None:
     """Scores of 0.12 + 0.5 to 0.57 in steps of 0.01; a record from before deviations were written has none."""
     assert run_table(run).deviations == {"mtal": pytest.approx(0.0244949, abs=1e-6)}
@@ -52,13 +47,6 @@ def test_a_mean_over_clients_has_its_recorded_deviation_or_ours(run: Run) -> Non
     table = run_table(dataclasses.replace(run, evaluations=one))
     assert (table.deviations, table.grid().rows[-1][3].text) == ({}, "0.620")
     assert "±" not in table.grid().title
-
-
-def test_a_client_without_examples_has_no_score(run: Run) -> None:
-    empty = [e.model_copy(update={"examples": 0}) if e.name == "client-007" else e for e in run.evaluations]
-    without = dataclasses.replace(run, evaluations=empty)
-    assert [row.own is None for row in run_table(without).clients] == [False] * 7 + [True]
-    assert run_table(without).mtal == pytest.approx(0.5 + 0.03 + 0.12)
 
 
 def test_a_run_that_scores_clients_only_has_no_budgets(run: Run) -> None:
@@ -126,22 +114,6 @@ def test_as_trained_and_as_received_stand_side_by_side(personal_run: Run) -> Non
     assert [cell.text for cell in table.grid().rows[-1]][4:] == ["0.655 ± 0.024", "0.555 ± 0.024"]
 
 
-def test_beside_budgets_the_clients_own_data_are_two_lines_below(run: Run) -> None:
-    received = [e.model_copy(update={"scope": "received"}) for e in run.evaluations if e.scope == "client"]
-    table = run_table(dataclasses.replace(run, evaluations=[*run.evaluations, *received]))
-    last = [row[0].text for row in table.grid().rows[-2:]]
-    assert last == ["Clients' own models, own data", "Clients' models as received, own data"]
-    assert [row[3].text for row in table.grid().rows[-2:]] == ["0.655 ± 0.024"] * 2
-    assert "± sample deviation over clients" in table.grid().title
-
-
-def test_models_received_next_may_be_all_that_was_scored(personal_run: Run) -> None:
-    only = [e for e in personal_run.evaluations if e.scope == "received"]
-    table = run_table(dataclasses.replace(personal_run, evaluations=only))
-    assert (table.mtal, table.received) == (None, pytest.approx(0.555))
-    assert [cell.text for cell in table.grid().header][3:] == ["Before", "As received"]
-
-
 def test_the_table_prints_the_same_numbers_everywhere(run: Run) -> None:
     table = run_table(run)
     score = f"{table.rows[3].score:.3f}"
@@ -151,12 +123,6 @@ def test_the_table_prints_the_same_numbers_everywhere(run: Run) -> None:
     terminal = next(line for line in printed(table.grid()).splitlines() if "b4" in line)
     assert terminal.split()[:4] == ["b4", "1", "0.142", score]
     assert json.loads(json.dumps(table.to_json()))["rows"][3]["score"] == table.rows[3].score
-
-
-def test_a_metric_that_is_the_score_itself_is_not_shown_twice(run: Run) -> None:
-    titles = [cell.text for cell in run_table(run).grid().header]
-    assert "Exact match" not in titles
-    assert "Perplexity" in titles
 
 
 def test_the_other_tables_of_a_run(run: Run) -> None:
@@ -169,12 +135,3 @@ def test_the_other_tables_of_a_run(run: Run) -> None:
     assert [cell.text for cell in tasks.rows[0][:2]] == ["add", f"{add:.3f}"]
     assert run.last_routing is not None
     assert [cell.text for cell in routing_grid(run.last_routing).rows[1]][3] == f"{run.last_routing.gini[1]:.3f}"
-
-
-def test_a_grid_in_markdown() -> None:
-    grid = Grid("T", (Cell("a"), Cell("b", "note")), ((Cell("x|y"), Cell("1", strong=True)),))
-    assert grid.to_markdown() == "**T**\n\n| a | b (note) |\n| :--- | ---: |\n| x\\|y | **1** |\n"
-
-
-def test_text_with_brackets_is_not_markup() -> None:
-    assert "[red]run[/red]" in printed(Grid("T", (Cell("a"),), ((Cell("[red]run[/red]"),),)))

@@ -55,9 +55,3 @@ def test_scores_and_differences() -> None:
     assert units.score_spread(spread([-0.1, -0.1]), difference=True) == "\u22120.100 ± 0.000"
     assert units.signed(0.2034) == "+0.203"
     assert units.signed(-0.0002) == "0.000"
-
-
-def test_counts_and_ratios() -> None:
-    assert units.count_of(1, "seed") == "1 seed"
-    assert units.count_of(12_000, "client") == "12\u2009000 clients"
-    assert (units.ratio(24, 5), units.ratio(120, 10), units.ratio(1, 0)) == ("4.8", "12", "–")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fedguild.config import load_config
-from fedguild.core.errors import ConfigError, FedGuildError, QuorumError
+from fedguild.core.errors import ConfigError, QuorumError
 from fedguild.core.layout import CHECKPOINTS
 from fedguild.core.payload import Payload
 from fedguild.measuring.log.records import ClientRecord, Record, RoundRecord, RunLog
@@ -23,10 +23,9 @@ from fedguild.runs import experiment
 from fedguild.runs.api.run_grid import Cell, Row
 from fedguild.runs.setup import check_fit, fitted, method_of, model_of
 from fedguild.server import checkpoint
-from tests.backbones import tiny_model
 from tests.data.writing import write_jsonl
 from tests.runs.conftest import Command
-from tests.runs.runs import assert_same, ended, says, small_config, small_settings
+from tests.runs.runs import assert_same, ended, says, small_settings
 
 Complaint = Callable[..., str]
 TASKS, DOLLY, NEWS = "flame/tiny-tasks", "fedit/tiny-dolly", "fedit/tiny-ag_news"
@@ -122,13 +121,6 @@ def test_what_the_method_and_the_scores_will_refuse_is_told_before_anything_is_r
 ) -> None:
     monkeypatch.setitem(sys.modules, "nevergrad", None)
     says(complaint("run", preset, *overrides, "--output", "out"), *told)
-
-
-@pytest.mark.parametrize(("preset", "overrides", "told"), [(FEDMOE, *case) for case in FEDMOE_CASES])
-def test_a_profile_refuses_what_a_run_would(
-    complaint: Complaint, preset: str, overrides: list[str], told: list[str]
-) -> None:
-    says(complaint("profile", preset, *overrides), *told)
 
 
 def check_start(monkeypatch: pytest.MonkeyPatch, start: Callable[..., Payload]) -> None:
@@ -242,11 +234,6 @@ def test_a_split_without_examples_is_not_scored_afterwards(
     says(complaint("evaluate", "out", "--split", "validation"), "data.split.validation is 0")
 
 
-def test_a_data_file_that_is_not_there(complaint: Complaint) -> None:
-    told = complaint("run", NEWS, "data.train=data/train.csv", "data.test=data/test.csv")
-    says(told, "The data file or folder data/train.csv does not exist", "Give a local file or folder", "owner/name")
-
-
 def test_a_data_file_with_other_columns_lists_those_it_has(complaint: Complaint, tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "mine.jsonl", [{"question": "a?", "reply": "b", "category": "c"}] * 9)
     told = complaint("run", DOLLY, f"data.train={file}", "--output", "out")
@@ -260,11 +247,6 @@ def test_a_partition_that_leaves_a_client_short(complaint: Complaint, olmoe_fold
     for command in ("run", "partition"):
         told = complaint(command, TASKS, *settings)
         says(told, "96", "4 client", "30", "minimum")
-
-
-def test_a_client_without_a_label_of_its_own(complaint: Complaint, olmoe_folder: Path) -> None:
-    told = complaint("run", TASKS, *small_settings(olmoe_folder, "data.partition.scheme=label"))
-    says(told, "3 label", "4 client")
 
 
 def test_a_client_too_small_for_its_splits(complaint: Complaint, tmp_path: Path) -> None:
@@ -351,15 +333,6 @@ def test_a_models_folder_that_cannot_be_loaded(
     folder = shutil.copytree(olmoe_folder, tmp_path / "model")
     spoil(folder)
     says(complaint("run", TASKS, *small_settings(folder), "--output", "out"), reason.format(folder=folder))
-
-
-@pytest.mark.usefixtures("nothing_is_read")
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2"])
-def test_other_families_without_a_tokenizer(complaint: Complaint, family: str, tmp_path: Path) -> None:
-    """Their tokenizers do not load at all, where OLMoE's is an empty one."""
-    tiny_model(family).save_pretrained(tmp_path / "model")
-    told = complaint("run", TASKS, *small_settings(tmp_path / "model"), "method=fedit", "--output", "out")
-    says(told, f"{tmp_path / 'model'} has no tokenizer: none of", "tokenizer.json")
 
 
 def test_a_folder_that_holds_a_run(complaint: Complaint, olmoe_folder: Path, recorded: Path) -> None:
@@ -464,16 +437,3 @@ def test_below_the_quorum_the_run_stops_and_goes_on_when_the_clients_are_mended(
     assert max(record.round for record in RunLog(Path("out")).read()) == 1
     assert command("resume", "out").exit_code == 0
     assert_same(ended(Path("out")), ended(recorded))
-
-
-def test_training_that_diverges_everywhere_stops_the_run(command: Command, olmoe_folder: Path) -> None:
-    result = command("run", TASKS, *small_settings(olmoe_folder, "training.learning_rate=1e38"))
-    assert (result.exit_code, result.stdout) == (3, "")
-    says(result.stderr, "diverged: 0 of 4 clients delivered a valid upload", "NaN or infinity")
-
-
-def test_an_error_of_the_library_is_the_same_as_that_of_the_command(olmoe_folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(FedGuildError) as caught:
-        experiment.run(small_config(olmoe_folder, "data.partition.minimum=30"), tmp_path / "out")
-    assert caught.value.message
-    assert caught.value.hint

@@ -197,14 +197,3 @@ def test_a_budget_is_checked_before_the_model_is_loaded(
     monkeypatch.setattr(run, "restore", lambda *_: pytest.fail("the model was loaded"))
     with pytest.raises(ConfigError, match="no budget 'tiny'"):
         export(runs["flame"], Subject("tiny"), tmp_path / "out", "merged")
-
-
-def test_four_bit_weights_leave_no_folder(
-    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    restored = experiment.restore(runs["flame"])
-    restored[0].backbone.model.hf_quantizer = object()
-    monkeypatch.setattr(run, "restore", lambda *_: restored)
-    with pytest.raises(ModelError, match="cannot be merged into 4-bit weights"):
-        export(runs["flame"], Subject("small"), tmp_path / "out")
-    assert not list(tmp_path.iterdir())

@@ -11,10 +11,9 @@ import pytest
 from fedguild.engines.local import LocalEngine
 from fedguild.measuring.log.records import RoundRecord, RunLog
 from fedguild.runs import experiment
-from fedguild.runs.setup import Experiment, make_engine, run_identity
+from fedguild.runs.setup import Experiment, make_engine
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, too_late
 from fedguild.server.method import Method
-from fedguild.server.round import RoundSetup
 from tests.runs.runs import Killed, kill_at, small_config
 
 
@@ -121,35 +120,3 @@ def test_over_selection_and_retries_are_written_down(olmoe_folder, tmp_path, mon
     assert record.rejected == []
     assert record.retried == record.participants
     assert len(record.unneeded) == 1
-
-
-def test_the_rules_of_a_round_are_those_of_the_config(olmoe_folder, monkeypatch, tmp_path):
-    config = small_config(
-        olmoe_folder,
-        "federation.client_fraction=0.5",
-        "federation.over_selection=0.3",
-        "federation.retries=2",
-        "federation.deadline_seconds=30",
-        "federation.straggler_policy=next_round",
-        "federation.upload_limit_bytes=1000",
-        "federation.max_update_norm=7",
-        "seed=5",
-    )
-    given: dict[str, object] = {}
-
-    def round_begun(number: int, state: object, clients: object, setup: RoundSetup, *_: object) -> None:
-        given.update(rules=setup.rules, seed=setup.seed, protection=setup.protection)
-        raise Killed
-
-    monkeypatch.setattr("fedguild.runs.experiment.run_round", round_begun)
-    with pytest.raises(Killed):
-        experiment.run(config, tmp_path / "run")
-    assert given == {"rules": config.federation, "seed": 5, "protection": None}, "a simulation compares no uploads"
-    assert config.federation.max_update_norm == 7.0
-
-
-def test_a_run_keeps_its_identity_and_no_two_share_one(tmp_path):
-    one, other = run_identity(tmp_path / "a"), run_identity(tmp_path / "b")
-    assert one != other
-    assert run_identity(tmp_path / "a") == one
-    assert len(one) == 32

@@ -52,23 +52,6 @@ def test_a_method_without_options_runs_on_a_dense_model(
     assert restored.method.settings.model_dump(mode="json") == record["options"]
 
 
-def test_a_method_that_fits_has_nothing_to_tell(command: Command, olmoe_folder: Path) -> None:
-    settings = small_settings(olmoe_folder, "method={name: fedit, rank: 2}", *ONE_ROUND)
-    result = command("run", "flame/tiny-tasks", *settings, "--output", "out")
-    assert result.exit_code == 0, result.output
-    assert "to fit the model" not in result.stderr
-    record = recorded(Path("out"))
-    assert record["fitted"] == {}
-    assert record["options"]["rank"] == 2
-    assert record["options"]["targets"] == ["attention", "experts"]
-
-
-def test_profiling_tells_it_too(command: Command, llama_folder: Path) -> None:
-    result = command("profile", "flame/tiny-tasks", f"model.path={llama_folder}", "method=fedit")
-    assert result.exit_code == 0, result.output
-    assert 'method.targets is ["attention"] here, not ["attention", "experts"]' in " ".join(result.stderr.split())
-
-
 def test_fedamole_without_options_fits_deepseek_v2(command: Command, tmp_path: Path) -> None:
     """Its attention has no v_proj, and six clients have no room for 30 experts; from the shapes alone."""
     tiny_model("deepseek_v2 greedy").config.save_pretrained(tmp_path / "deepseek")

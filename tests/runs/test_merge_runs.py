@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -151,32 +150,3 @@ def test_merges_never_leak_into_another_run_on_the_same_backbone(
     assert_same(ended(tmp_path / "after"), ended(tmp_path / "alone"))
     experiment.run(config_of(model, "flora"), tmp_path / "again")
     assert_same(ended(tmp_path / "again"), ended(tmp_path / "flora"))
-
-
-@pytest.mark.long
-def test_a_run_whose_ledger_was_removed_gets_it_back_from_the_state(model: Path, tmp_path: Path) -> None:
-    config = config_of(model, "flora")
-    experiment.run(config, tmp_path / "whole")
-    with pytest.MonkeyPatch.context() as patch:
-        kill_at(patch, "fedguild.server.checkpoint.save", 4)
-        with pytest.raises(Killed):
-            experiment.run(config, tmp_path / "cut")
-    shutil.rmtree(tmp_path / "cut" / FOLDER)
-    experiment.resume(tmp_path / "cut")
-    assert_same(ended(tmp_path / "cut"), ended(tmp_path / "whole"))
-    assert ledger(tmp_path / "cut") == ledger(tmp_path / "whole")
-
-
-def test_traffic_and_scores_of_a_run(model: Path, tmp_path: Path) -> None:
-    """From the second round on the stack travels down; every budget is scored, on the merged backbone."""
-    experiment.run(config_of(model, "flora", "evaluation.clients=true", "evaluation.received=true"), tmp_path)
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    down = {(r["round"], r["client"]): r["download_bytes"] for r in records if r.get("kind") == "client"}
-    up = {(r["round"], r["client"]): r["upload_bytes"] for r in records if r.get("kind") == "client"}
-    stack = sum(size for (round, _), size in up.items() if round == 1)
-    for client in range(4):
-        assert down[1, client] < 1000
-        assert 0.8 * stack < down[2, client] < 1.2 * stack
-        assert down[3, client] == pytest.approx(down[2, client], rel=0.01)
-    scored = {(r["scope"], r["name"]) for r in records if r.get("kind") == "evaluation" and r["round"] == 3}
-    assert {("budget", "large"), ("budget", "small"), ("client", "client-000")} <= scored

@@ -40,14 +40,6 @@ def test_every_client_answers_all_the_questions(olmoe: Path, tmp_path: Path) -> 
     assert summary.score == pytest.approx(fmean(record.score for record in pooled.values()))
 
 
-def test_where_nothing_is_private_it_is_the_global_models_score(olmoe: Path, tmp_path: Path) -> None:
-    options = ("federation.rounds=1", "evaluation.pooled=true", "federation.budgets=[{name: all, active_experts: 4}]")
-    experiment.run(small_config(olmoe, *options, base="fedit/tiny-tasks"), tmp_path / "run")
-    (budget,) = scores(tmp_path / "run", "budget").values()
-    for record in scores(tmp_path / "run", "pooled").values():
-        assert record.metrics == pytest.approx(budget.metrics)
-
-
 def test_a_client_of_pfl_moe_does_not_answer_with_the_global_adapter(olmoe: Path, tmp_path: Path) -> None:
     """Which is FedIT's, and what the budget's score is about; its mixture is held against an oracle elsewhere."""
     options = (

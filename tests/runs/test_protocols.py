@@ -84,14 +84,3 @@ def test_a_killed_run_has_the_same_scores(olmoe: Path, tmp_path: Path, monkeypat
             experiment.run(config, tmp_path / "killed")
     experiment.resume(tmp_path / "killed")
     assert ended(tmp_path / "killed").records == ended(tmp_path / "whole").records
-
-
-def test_a_method_without_a_global_model_is_not_scored_twice_as_trained(olmoe: Path, tmp_path: Path) -> None:
-    """FedSA-LoRA's own model is scored where neither protocol is asked for."""
-    options = ("federation.rounds=1", "federation.budgets=[{name: all, active_experts: 4}]")
-    config = small_config(olmoe, *options, "evaluation.trained=true", base="fedsa-lora/tiny-tasks")
-    result = experiment.run(config, tmp_path / "trained")
-    assert not scores(tmp_path / "trained", "client", 1)
-    assert result.mean == result.summaries["trained"]
-    experiment.run(small_config(olmoe, *options, base="fedsa-lora/tiny-tasks"), tmp_path / "plain")
-    assert scores(tmp_path / "plain", "client", 1)

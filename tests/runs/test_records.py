@@ -95,14 +95,6 @@ def test_mtal_is_the_mean_over_the_clients_and_mean_that_over_the_budgets(person
         assert all(record.metrics["perplexity"] > 1 for record in clients + budgets)
 
 
-def test_a_client_without_held_out_examples_counts_for_nothing() -> None:
-    own = EvaluationRecord(round=1, scope="client", name="client-000", split="test", score=0.5, examples=4)
-    nothing = own.model_copy(update={"score": 0.0, "examples": 0})
-    assert summary_record("mtal", [own, nothing]).score == 0.5
-    assert summary_record("mtal", [nothing]).score == 0.0
-    assert summary_record("mtal", [own, own.model_copy(update={"score": 0.25})]).score == 0.375
-
-
 def test_a_mean_over_clients_has_their_sample_deviation() -> None:
     """Of 0.5, 0.25 and 0.75: sqrt((0 + 0.0625 + 0.0625) / 2) = 0.25."""
     own = [
@@ -173,15 +165,6 @@ def test_budgets_are_scored_at_their_own_active_experts_or_at_the_methods(
     saved = 3 * sum(3 * layer.hidden * layer.width for layer in info.moe)
     gap = large.inference_flops_per_token - small.inference_flops_per_token
     assert gap == (0 if as_trained == (4, 4) else 2 * saved)
-
-
-def test_it_is_scored_at_the_start_every_so_often_and_at_the_end(olmoe_folder: Path, tmp_path: Path) -> None:
-    result, records = run(small_config(olmoe_folder, "federation.rounds=3", "evaluation.every=2"), tmp_path)
-    assert [record.round for record in of_kind(records, EvaluationRecord, scope="summary")] == [0, 2, 3]
-    last = {record.name: record.score for record in of_kind(records, EvaluationRecord, scope="budget", round=3)}
-    assert result.scores == last
-    assert result.mean == pytest.approx(fmean(last.values()))
-    assert (result.folder, result.rounds, result.report) == (tmp_path, 3, tmp_path / "report.html")
 
 
 def test_scoring_again_gives_the_recorded_scores(personal: Path, scored: list[Record]) -> None:
@@ -266,16 +249,6 @@ def test_what_the_run_did_is_in_its_activity(personal: Path, scored: list[Record
         assert any(event["event"] == "step" for event in inside[:ended])
 
 
-def test_a_dense_model_has_no_routing_and_no_active_experts(llama_folder: Path, tmp_path: Path) -> None:
-    overrides = ["federation.rounds=1", "federation.budgets=[{name: all, rank: 3}]"]
-    config = small_config(llama_folder, *overrides, "method={name: fedit, rank: 3, targets: [q_proj, mlp]}")
-    _, records = run(config, tmp_path)
-    assert of_kind(records, RoutingRecord) == []
-    assert {record.active_experts for record in of_kind(records, ClientRecord)} == {0}
-    (score,) = of_kind(records, EvaluationRecord, scope="budget", round=1)
-    assert not score.active_experts
-
-
 @pytest.fixture
 def backbones(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Backbone, str]]]:
     """Every backbone that is loaded, with its fingerprint from before anything was done to it."""
@@ -289,18 +262,6 @@ def backbones(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Backbone, 
     original = preparation.load_backbone
     monkeypatch.setattr(preparation, "load_backbone", load)
     return found
-
-
-def test_the_backbone_is_bit_identical_after_a_whole_run(
-    olmoe_folder: Path, tmp_path: Path, backbones: list[tuple[Backbone, str]]
-) -> None:
-    """Its evaluations included; tests/methods/test_matrix.py looks at every method's rounds."""
-    run(small_config(olmoe_folder, "training.learning_rate=0.1"), tmp_path)
-    ((backbone, before),) = backbones
-    assert backbone.fingerprint() == before
-    with torch.no_grad():
-        next(backbone.model.parameters()).view(-1)[0] += 1
-    assert backbone.fingerprint() != before
 
 
 def test_a_limit_on_the_validation_examples_draws_from_all_clients(personal: Path) -> None:

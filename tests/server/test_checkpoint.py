@@ -41,11 +41,6 @@ def test_a_checkpoint_gives_back_the_same_bits(tmp_path):
         assert torch.equal(found.state.tensors[name], tensor)
 
 
-def test_an_empty_state_without_extra_is_one_too(tmp_path):
-    checkpoint.save(tmp_path, 0, Payload(), fingerprint="x")
-    assert checkpoint.load(tmp_path, 0, fingerprint="x") == checkpoint.Checkpoint(0, Payload(), {})
-
-
 @pytest.mark.parametrize(
     ("format", "told"), [({}, "FedGuild 0.1.0 wrote it"), ({"format": 7}, "Install the version that wrote it")]
 )
@@ -66,12 +61,6 @@ def test_the_last_ones_stay(tmp_path):
     for round in range(5, 9):
         save(tmp_path, round, keep=3)
     assert checkpoint.rounds(tmp_path) == [6, 7, 8]
-
-
-def test_keeping_none_is_refused_before_anything_is_written(tmp_path):
-    with pytest.raises(ValueError, match="keep must be at least 1"):
-        save(tmp_path, 1, keep=0)
-    assert checkpoint.rounds(tmp_path) == []
 
 
 def test_a_run_resumed_from_an_earlier_round_abandons_the_later_ones(tmp_path):
@@ -112,14 +101,6 @@ def test_damage_is_named_with_the_way_back(tmp_path, damage):
     assert torch.equal(load(tmp_path, 1).state.tensors["q.lora_A"], state(1).tensors["q.lora_A"])
 
 
-def test_where_all_are_damaged_there_is_no_way_back(tmp_path):
-    for round in (1, 2):
-        save(tmp_path, round)
-        path(tmp_path, round).write_bytes(b"\0" * 500)
-    with pytest.raises(CheckpointError, match="No earlier round"):
-        load(tmp_path, 2)
-
-
 def test_a_sealed_file_of_something_else_is_no_checkpoint(tmp_path):
     from fedguild.core.packing import pack
     from fedguild.core.sealed import write_sealed
@@ -149,25 +130,6 @@ def test_a_full_disk_leaves_the_previous_round(tmp_path, monkeypatch, call):
     assert torch.equal(load(tmp_path, 1).state.tensors["q.lora_A"], state(1).tensors["q.lora_A"])
     save(tmp_path, 2)
     assert checkpoint.latest(tmp_path) == 2
-
-
-def test_a_disk_that_fills_up_while_the_file_grows_leaves_the_previous_round(tmp_path):
-    resource = pytest.importorskip("resource")
-    import signal
-
-    save(tmp_path, 1)
-    large = Payload({"x": torch.zeros(100_000)})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
-        with pytest.raises(FedGuildError, match=r"Cannot write .*round-00002\.checkpoint"):
-            checkpoint.save(tmp_path, 2, large, fingerprint="run-a")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        signal.signal(signal.SIGXFSZ, handler)
-    assert [file.name for file in tmp_path.iterdir()] == ["round-00001.checkpoint"]
-    assert load(tmp_path, 1).round == 1
 
 
 def test_what_a_killed_process_left_is_ignored_and_removed(tmp_path):

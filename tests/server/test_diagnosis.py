@@ -115,14 +115,6 @@ def test_an_expert_is_idle_below_a_tenth_of_an_even_share() -> None:
     assert idle.values.tolist() == [[0.0, pytest.approx(1 / 6)]]
 
 
-def test_a_client_without_any_tensor_of_the_states_shape_is_left_out() -> None:
-    wider = {name: torch.cat([tensor, tensor]) for name, tensor in payload(2).part(ADAPTER).items()}
-    found = figures(payload(0), [payload(1), Payload.of({ADAPTER: wider}), payload(3)])
-    alone = figures(payload(0), [payload(1), payload(3)])
-    assert found.keys() == alone.keys() != set()
-    assert found[SHRINKAGE].rows == alone[SHRINKAGE].rows
-
-
 def test_a_tensor_that_one_client_has_in_another_rank_is_in_no_figure() -> None:
     smaller = {
         name: tensor[:1] if name.endswith("q_proj.lora_A") else tensor

@@ -190,15 +190,6 @@ def test_before_central_noise_an_upload_that_is_not_finite_counts_as_nothing_and
     assert moved(outcome, state) == pytest.approx(19 / 6, abs=1e-4)
 
 
-def test_retries_end(play):
-    engine = Scripted(*[{1: GONE}] * 9)
-    outcome = play(engine, retries=2)
-    assert len(engine.asked) == 3
-    assert outcome.rejected == {1: GONE}
-    assert outcome.retried == [1]
-    everybody_is_accounted_for(outcome)
-
-
 def test_a_further_attempt_asks_who_may_be_asked_before_it_begins(play):
     engine = Scripted(*[dict.fromkeys((1, 2), GONE)] * 3)
     asked = []
@@ -212,12 +203,6 @@ def test_a_further_attempt_asks_who_may_be_asked_before_it_begins(play):
     assert [indices for indices, _ in engine.asked[1:]] == [[2], [2]]
     assert outcome.retried == [2]
     everybody_is_accounted_for(outcome)
-
-
-def test_where_nobody_may_be_asked_again_the_round_goes_on(play):
-    engine = Scripted({1: GONE})
-    assert play(engine, retries=2, again=lambda round, clients: []).rejected == {1: GONE}
-    assert len(engine.asked) == 1
 
 
 def test_retries_can_save_the_quorum_and_without_them_the_round_fails(play, state):
@@ -250,28 +235,12 @@ def test_over_selection_closes_with_the_wanted_number(play, method):
     assert failures == ["not needed: 3 others were faster"] * 2
 
 
-def test_over_selection_asks_everybody_at_most_and_is_no_new_draw_where_it_is_off(play):
-    everybody = play(Scripted(), client_fraction=0.5, over_selection=9.0)
-    assert everybody.asked == CLIENTS
-    assert len(everybody.accepted) == 3
-    plain = play(Scripted(), client_fraction=0.5)
-    assert plain.asked == play(Scripted(), client_fraction=0.5, over_selection=0.0).asked
-    assert len(plain.asked) == 3
-
-
 def test_the_quorum_is_of_the_wanted_not_of_the_asked(play):
     five = play(Scripted(), client_fraction=0.5, over_selection=1.0, quorum=1.0)
     assert len(five.asked) == 6
     assert len(five.accepted) == 3
     with pytest.raises(QuorumError, match="2 of 3 clients"):
         play(Scripted(dict.fromkeys(range(4), GONE)), client_fraction=0.5, over_selection=1.0, quorum=1.0)
-
-
-def test_over_selection_makes_up_for_failures(play, method):
-    outcome = play(Scripted({0: GONE, 1: GONE, 2: 7.0}), client_fraction=0.5, over_selection=1.0, quorum=1.0)
-    everybody_is_accounted_for(outcome)
-    assert outcome.accepted == [3, 4, 5]
-    assert outcome.unneeded == [0, 1, 2]
 
 
 def test_a_retry_of_an_over_selected_round_asks_for_what_is_missing(play, method):
@@ -368,19 +337,6 @@ def test_a_late_upload_is_validated_against_its_own_task(play, method, model, ta
     assert (ROUND - 1, 2) not in method.seen
 
 
-def test_late_uploads_do_not_make_a_quorum(play, method, model, task):
-    late = [delivered(method, model, task(ROUND - 1, index)) for index in range(4)]
-    with pytest.raises(QuorumError, match="2 of 6"):
-        play(Scripted(dict.fromkeys(range(4), GONE), early=late), straggler_policy="next_round")
-
-
-def test_a_late_failure_says_nothing_new(play, method, model, task):
-    gone = Delivery(task(ROUND - 1, 2), None, method.plan(model, CLIENTS[2].budget), failure=GONE)
-    outcome = play(Scripted(early=[gone]), straggler_policy="next_round")
-    assert outcome.strays == []
-    assert outcome.accepted == [0, 1, 2, 3, 4, 5]
-
-
 def test_an_upload_of_somebody_who_was_not_asked_is_dropped(play, method, model, task):
     (absent, *_) = {0, 1, 2, 3, 4, 5} - {c.index for c in play(Scripted(), client_fraction=0.5).asked}
     outcome = play(Scripted(early=[delivered(method, model, task(ROUND, absent))]), client_fraction=0.5)
@@ -396,19 +352,3 @@ def test_an_upload_beyond_the_size_limit_is_rejected(play):
     assert play(Scripted(), upload_limit_bytes=max(sizes)).rejected == {}
     with pytest.raises(QuorumError, match=f"the upload has {sizes[0]} bytes, beyond the limit of {sizes[0] - 1}"):
         play(Scripted(), upload_limit_bytes=sizes[0] - 1)
-
-
-def test_the_same_faults_give_the_same_round(play, method, model, task):
-    def once() -> Outcome:
-        late = [delivered(method, model, task(ROUND - 1, index), 9.5) for index in (4, 1)]
-        engine = Scripted({0: GONE, 1: "nan", 4: 60.0}, {4: GONE}, early=late, speed=[5, 4, 3, 2, 1, 0])
-        return play(engine, straggler_policy="next_round", retries=1, client_fraction=0.8, over_selection=0.2)
-
-    one, two = once(), once()
-    assert (one.accepted, one.rejected, one.strays, one.retried) == (
-        two.accepted,
-        two.rejected,
-        two.strays,
-        two.retried,
-    )
-    assert all(torch.equal(tensor, two.state.tensors[name]) for name, tensor in one.state.tensors.items())

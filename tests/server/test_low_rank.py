@@ -59,13 +59,6 @@ def test_stacked_factors_are_the_weighted_sum(lead, out, inputs, ranks, dtype) -
     close(dense(found), dense_sum([(part.down, part.up) for part in parts], weights), dtype)
 
 
-def test_the_weight_goes_into_one_factor() -> None:
-    part = random_factors((2,), 4, 3, 2, 0, torch.float32)
-    found = stack([(part, 0.25), (part, 4.0)])
-    assert torch.equal(found.up, torch.cat([part.up, part.up], -1))
-    assert torch.equal(found.down, torch.cat([part.down * 0.25, part.down * 4.0], -2))
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize(("lead", "out", "inputs"), SIZES)
@@ -93,13 +86,6 @@ def test_a_truncation_is_the_nearest_matrix_of_its_rank(lead, out, inputs, rank,
     close(dense(found), best_approximation(expected, rank), dtype)
 
 
-def test_truncations_are_nested() -> None:
-    svd = decompose(random_factors((2,), 7, 6, 5, 3))
-    high, low = truncate(svd, 4), truncate(svd, 2)
-    assert torch.equal(high.down[..., :2, :], low.down)
-    assert torch.equal(high.up[..., :2], low.up)
-
-
 @pytest.mark.parametrize("zero", ["down", "up", "both"])
 def test_zero_factors_of_one_expert(zero: str) -> None:
     part = random_factors((3,), 6, 5, 2, 1)
@@ -124,14 +110,6 @@ def test_the_sign_does_not_depend_on_that_of_the_factors() -> None:
     close(second.vh, first.vh, torch.float64)
 
 
-def test_one_product_by_hand() -> None:
-    """[0, -3]ᵀ [4, 0] = 12 · [0, 1]ᵀ [-1, 0], the largest entry of u being positive."""
-    svd = decompose(Factors(torch.tensor([[4.0, 0.0]]), torch.tensor([[0.0], [-3.0]])))
-    assert svd.s.tolist() == [12.0]
-    assert svd.u.flatten().tolist() == [0.0, 1.0]
-    assert svd.vh.flatten().tolist() == [-1.0, 0.0]
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("rank", [1, 3, 20])
 @pytest.mark.parametrize(("lead", "out", "inputs"), SIZES)
@@ -152,13 +130,6 @@ def test_a_product_that_cancels_has_no_negative_square() -> None:
     assert ((found >= 0) & (found < 1e-1)).all()
 
 
-def test_half_precision_is_added_in_fp32() -> None:
-    part = random_factors((2,), 5, 4, 2, 7, torch.bfloat16)
-    assert stack([(part, 1 / 3)]).down.dtype == torch.float32
-    assert decompose(part).s.dtype == product_norm(part).dtype == torch.float32
-    close(dense(stack([(part, 1 / 3)])), dense(part) / 3, torch.float32)
-
-
 def test_by_module_and_back() -> None:
     tensors = {
         "layers.0.q_proj.lora_A": torch.zeros(2, 5),
@@ -171,18 +142,6 @@ def test_by_module_and_back() -> None:
     back = named(modules)
     assert back.keys() == tensors.keys()
     assert all(back[name] is value for name, value in tensors.items())
-
-
-def test_the_full_rank_aggregate_of_every_module() -> None:
-    """Ranks 2, 3 and 5; a linear layer and a layer's experts."""
-    parts = {"q_proj": clients((), 7, 5, [2, 3, 5], torch.float64), "up": clients((3,), 6, 9, [2, 3, 5], torch.float64)}
-    weights = parts["up"][1]
-    sent = [named({module: own[index] for module, (own, _) in parts.items()}) for index in range(3)]
-    found = dict(weighted_product(list(zip(sent, weights, strict=True))))
-    assert found.keys() == parts.keys()
-    for module, (own, _) in parts.items():
-        assert found[module].rank == 10
-        close(dense(found[module]), dense_sum([(part.down, part.up) for part in own], weights), torch.float64)
 
 
 # bad input
@@ -200,11 +159,6 @@ def test_factors_that_make_no_product() -> None:
     for down, up in (((2, 5), (4, 3)), ((2, 5), (3, 4, 2)), ((5,), (4, 2)), ((3, 2, 5), (2, 4, 2))):
         with pytest.raises(ValueError, match="do not form a product"):
             Factors(torch.zeros(down), torch.zeros(up))
-
-
-def test_nothing_to_stack() -> None:
-    with pytest.raises(ValueError, match="no low-rank product"):
-        stack(iter([]))
 
 
 @pytest.mark.parametrize(("lead", "out", "inputs"), [((2,), 4, 3), ((), 5, 3), ((), 4, 2)])

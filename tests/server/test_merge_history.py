@@ -32,13 +32,6 @@ def sent(state: Payload, client: int) -> list[int]:
     return list(by_version(delivery(state, CLIENTS[client]).part(MERGE)))
 
 
-def test_the_backbone_as_published_sends_nothing() -> None:
-    payload = delivery(no_merges(), CLIENTS[0])
-    assert payload.tensors == {}
-    assert payload.scalars[VERSION] == 0
-    assert merges(no_merges()) == {}
-
-
 def test_who_took_part_gets_the_newest_version_alone() -> None:
     state = no_merges()
     state = appended(state, change(1.0), uploads(state, 0, 1))
@@ -67,12 +60,6 @@ def test_a_late_client_does_not_hold_the_version_that_it_did_not_train_on() -> N
     third = appended(second, change(2.0), [*uploads(second, 0), *uploads(first, 1)])
     assert sent(third, 0) == [2]
     assert sent(third, 1) == [1, 2]
-
-
-def test_an_upload_without_its_version_holds_nothing() -> None:
-    state = appended(no_merges(), change(1.0), uploads(no_merges(), 0))
-    state = appended(state, change(2.0), [Upload(1, CLIENTS[0], Payload())])
-    assert sent(state, 0) == [1, 2]
 
 
 def test_without_ranks_there_is_no_new_version() -> None:
@@ -170,18 +157,3 @@ def test_a_long_runs_history_has_a_bound_and_all_clients_the_same_bits(tmp_path,
     loaded = checkpoint.load(tmp_path / "server", 60, fingerprint="run").state
     assert all(torch.equal(loaded.tensors[name], value) for name, value in state.tensors.items())
     assert checkpoint.load(tmp_path / "server", 59, fingerprint="run").state.scalars[VERSION] == 59
-
-
-def test_small_factors_are_never_folded() -> None:
-    state = no_merges()
-    for round in range(1, 30):
-        state = appended(state, change(float(round)), uploads(state, 0))
-    assert list(by_version(merges(state))) == list(range(1, 30))
-    assert FOLDED not in state.scalars
-
-
-def test_the_rest_of_a_state_is_left_to_the_method() -> None:
-    state = Payload({**no_merges().tensors, "adapter/x": torch.ones(1)}, {**no_merges().scalars, "mine": 3})
-    after = appended(state, change(1.0), uploads(state, 0))
-    assert all(name.startswith(MERGE) for name in [*after.tensors, *after.scalars])
-    assert isinstance(after.tensors[f"{MERGE}/1/q.lora_A"], Tensor)

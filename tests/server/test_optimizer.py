@@ -50,13 +50,6 @@ def test_rounds_are_those_of_the_loop(step: float, momentum: float) -> None:
     assert bool(found.part(MOMENTUM)) == (momentum > 0)
 
 
-def test_by_hand() -> None:
-    """theta 1, mean 3: v = 2, theta = 1 + 1.5 * 2 = 4; mean 2: v = 0.5 * 2 - 2 = -1, theta = 2.5."""
-    one = server_step(state([1.0]), state([3.0]), step=1.5, momentum=0.5)
-    assert one.part(ADAPTER)[NAME].tolist() == [4.0]
-    assert server_step(one, state([2.0]), step=1.5, momentum=0.5).part(ADAPTER)[NAME].tolist() == [2.5]
-
-
 def test_at_the_defaults_nothing_is_touched() -> None:
     after = state([0.1, 0.2])
     assert server_step(state([0.3, 0.7]), after, step=1.0, momentum=0.0) is after

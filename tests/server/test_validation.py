@@ -26,20 +26,10 @@ def test_what_was_asked_for_passes_in_any_floating_dtype(dtype):
     check_upload(upload(a=torch.ones(2, 3, dtype=dtype)), EXPECTED, client="client-007", norm_limit=3.4)
 
 
-def test_an_empty_tensor_and_an_empty_upload_pass():
-    check_upload(Payload({"x": torch.zeros(0, 3)}), {"x": (0, 3)}, client="client-007", norm_limit=0.0)
-    check_upload(Payload(), {}, client="client-007", norm_limit=0.0)
-
-
 def test_missing_and_unknown_names_are_both_listed():
     assert refusal(upload(b=None, c=torch.ones(1))) == (
         "the upload lacks 'adapter/b' and has unknown 'adapter/c'; expected 3 tensors."
     )
-
-
-def test_many_wrong_names_are_counted():
-    surplus = {f"x{i}": torch.ones(1) for i in range(9)}
-    assert "has unknown 'adapter/x0', 'adapter/x1', 'adapter/x2' and 6 more;" in refusal(upload(**surplus))
 
 
 def test_a_wrong_shape_is_named():
@@ -63,11 +53,6 @@ def test_not_a_number_and_infinity_are_counted(bad, dtype):
 def test_a_value_beyond_fp32_is_infinite_to_the_server():
     values = torch.tensor([1.0, 1e200, 2.0, 3.0], dtype=torch.float64)
     assert refusal(upload(b=values)) == "'adapter/b' has NaN or infinity in 1 of its 4 values."
-
-
-def test_large_finite_values_are_not_taken_for_infinity():
-    check_upload(upload(b=torch.full((4,), 3e38)), EXPECTED, client="client-007")
-    assert "norm is 6e+38, beyond the limit of 1e+30" in refusal(upload(b=torch.full((4,), 3e38)), norm_limit=1e30)
 
 
 def test_the_norm_limit_is_on_all_tensors_together():
@@ -129,10 +114,6 @@ def test_an_envelope_that_answers_nothing_is_refused_with_a_reason(envelope: Env
     with pytest.raises(UploadError) as caught:
         check_envelope(envelope, run="ab12", asked=ASKED, limit_bytes=100)
     assert caught.value.message == reason
-
-
-def test_without_a_limit_any_size_passes() -> None:
-    check_envelope(Envelope("ab12", 5, 2, 10**15), run="ab12", asked=ASKED)
 
 
 @pytest.mark.parametrize("name", ["adapter/a", "own/b"])

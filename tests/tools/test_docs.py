@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import shutil
-import subprocess
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,11 @@ import fedguild
 from fedguild.config import Config, load_config, table_cells, tables
 from fedguild.config.table import ShippedTable
 from fedguild.core.errors import DataError
-from fedguild.core.payload import Payload
 from fedguild.measuring.log.folder import load_run
 from fedguild.methods import build_method
 from fedguild.model.packaged import packaged
 from fedguild.runs.api.launch import Launch
-from fedguild.runs.api.run_grid import Cell, Row
-from fedguild.server import checkpoint
+from fedguild.runs.api.run_grid import Cell
 from tests.measuring.costs.test_published import all_compared
 from tests.report.runs import FLAME_FINAL, write_run
 from tools import generate
@@ -43,76 +39,6 @@ def test_tables_and_indexes_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> N
     pages = sorted(str(page.relative_to(ROOT)) for page in generate.outdated())
     assert not pages, f"{', '.join(pages)}: not up to date. Run `make docs`."
     assert not generate.strays(), "figures and pages of no recorded table"
-
-
-def test_some_parts_are_written_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make tables-recorded` looks at the recorded ones, and takes seconds."""
-
-    def not_asked_for(page: Path) -> str:
-        raise AssertionError(page)
-
-    parts = dict.fromkeys(generate.PARTS, not_asked_for)
-    monkeypatch.setattr(generate, "PARTS", parts | {"decisions": generate.PARTS["decisions"]})
-    assert generate.outdated(["decisions"]) == {}
-    monkeypatch.setattr(generate, "PARTS", parts | {"decisions": lambda page: "\nanother list\n"})
-    pages = generate.outdated(["decisions"])
-    assert len(pages) == 1
-    assert all("\nanother list\n" in text for text in pages.values())
-    with pytest.raises(SystemExit):
-        generate.main(["unknown"])
-
-
-def test_a_figure_is_drawn_from_records_and_again_when_one_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of FFA-LoRA against epsilon, with records by hand; only once all its cells are there."""
-    monkeypatch.setattr(generate, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(generate, "FIGURES", tmp_path / "figures")
-    monkeypatch.setattr(generate, "TABLE_PAGES", tmp_path / "results")
-    monkeypatch.setattr(generate, "_generated", lambda page, text, parts: text)
-
-    def drawn() -> dict[Path, str]:
-        return {path: text for path, text in generate.outdated().items() if path.suffix == ".svg"}
-
-    table, columns = "ffa-lora/privacy-english", ("no-privacy", "epsilon-8", "epsilon-2")
-    cells = [
-        CellRecord(
-            table=table,
-            column=column,
-            row=row,
-            seed=seed,
-            fingerprint="x",
-            fedguild="0.3.0",
-            round=2,
-            split="test",
-            scores={"mean": 0.5 + 0.1 * seed},
-        )
-        for row in ("fedit", "ffa-lora")
-        for column in columns
-        for seed in (0, 1)
-    ]
-    for cell in cells[2:]:
-        cell.write(generate.RECORDS)
-    assert drawn() == {}, "a cell has no record yet"
-    cells[0].write(generate.RECORDS)
-    ((path, text),) = drawn().items()
-    assert path == tmp_path / "figures" / "ffa-lora-privacy-english.svg"
-    assert "fedit: 0.500 at none, 0.550 ± 0.635 at 8, 0.550 ± 0.635 at 2." in text
-    path.parent.mkdir()
-    path.write_text(text)
-    assert drawn() == {}
-    cells[0].model_copy(update={"scores": {"mean": 0.9}}).write(generate.RECORDS)
-    assert list(drawn()) == [path]
-    assert "fedit: 0.900 at none" in drawn()[path]
-    assert generate.strays() == []
-    other = path.with_name("gone.svg")
-    other.write_text("")
-    assert generate.strays() == [other]
-    remark = generate.RECORDS / table / generate.REMARK
-    remark.write_text("What it means.\n")
-    page = generate.table_pages()[generate.TABLE_PAGES / "ffa-lora-privacy-english.md"]
-    assert "](../figures/ffa-lora-privacy-english.svg)" in page
-    assert page.rstrip().endswith("\n\nWhat it means.")
 
 
 NUMBER = re.compile(r"(?<![\w./])(?<!\w-)\d+(?:\.\d+)?(?:e-?\d+)?(?![\w/])")
@@ -162,19 +88,6 @@ def test_no_figure_in_a_remark_is_typed_by_hand() -> None:
         assert not typed, f"the remark of {name} has {', '.join(typed)}, none of its settings: call a function for it"
 
 
-def test_a_column_of_fedamoles_deciding_table_has_the_papers_drift() -> None:
-    """The routers' common part changes by 0.1 to 0.2 in every round that is recorded, with relevance in each."""
-    drifts = [
-        drift
-        for record in read_records(recording.RECORDS)
-        if (record.table, record.column) == ("fedamole/decide-english", "rate-8e-3-rounds-10")
-        if record.row == "relevance"
-        for drift in record.observations["router drift"].values()
-    ]
-    assert len(drifts) == 5 * 6
-    assert all(0.1 < drift < 0.2 for drift in drifts)
-
-
 def test_the_calls_of_remarks_are_listed_with_examples_that_run() -> None:
     """An example is one of the tables that Guild's page shows, whichever has its rows."""
     listed = re.findall(r"^\| `(\w+)(\(.*\))` \|", (recording.RECORDS / "README.md").read_text("utf-8"), re.MULTILINE)
@@ -205,54 +118,6 @@ def test_no_figure_in_an_overview_is_typed_by_hand() -> None:
         assert not typed_by_hand(text, settings), path
 
 
-def test_every_remark_is_on_its_pages_with_its_figures() -> None:
-    for shipped in tables():
-        remark = generate._remark(shipped.name)
-        assert bool(remark) == (generate.RECORDS / shipped.name / generate.REMARK).is_file()
-        method = (generate.METHOD_PAGES / f"{shipped.name.partition('/')[0]}.md").read_text("utf-8")
-        if remark:
-            page = (generate.TABLE_PAGES / generate._page_name(shipped.name)).read_text("utf-8")
-            assert f"\n{remark}\n".replace("](", "](../") in page.replace("](../#", "](#")
-        assert f"\n{remark}\n" in method
-        assert "{{" not in remark
-
-
-def test_a_remark_is_rendered_from_the_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """In paragraphs; what it names wrongly is told without a traceback."""
-    monkeypatch.setattr(generate, "RECORDS", tmp_path)
-    for seed, score in enumerate((0.5, 0.7)):
-        CellRecord(
-            table="ffa-lora/privacy-english",
-            column="epsilon-8",
-            row="ffa-lora",
-            seed=seed,
-            fingerprint="x",
-            fedguild="0.3.0",
-            round=2,
-            split="test",
-            scores={"mean": score},
-        ).write(tmp_path)
-    remark = tmp_path / "ffa-lora" / "privacy-english" / generate.REMARK
-    remark.write_text("It scores\n{{ score('ffa-lora', 'epsilon-8') }}.\n\nA second question.\n")
-    rendered = "\n\nIt scores 0.600.\n\nA second question.\n"
-    (page,) = generate.table_pages().values()
-    assert page.endswith(rendered)
-    assert f"{rendered}\n<details" in generate._recorded(Path("ffa-lora.md"))
-    remark.write_text("{{ score('ffa-lora', 'epsilon-2') }}")
-    unknown = "The remark of ffa-lora/privacy-english: row 'ffa-lora' has no records in epsilon-2."
-    with pytest.raises(DataError, match=re.escape(unknown)) as caught:
-        generate.table_pages()
-
-    def outdated(parts: list[str]) -> None:
-        raise caught.value
-
-    monkeypatch.setattr(generate, "outdated", outdated)
-    assert generate.main(["recorded"]) == 1
-    assert unknown in capsys.readouterr().err
-
-
 MEASURED = re.compile(r"± \d|\b0\.\d{3}")
 """What only a run can tell: an interval, or a score with three decimals."""
 
@@ -275,21 +140,6 @@ def test_every_method_shows_what_was_recorded_of_it() -> None:
     pages = {name: (generate.METHOD_PAGES / f"{name}.md").read_text("utf-8") for name in generate.METHODS}
     assert len(pages) > 20
     assert [name for name, text in pages.items() if "<!-- generated: recorded -->\n" not in text] == []
-
-
-def test_a_page_without_a_fact_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "METHOD_PAGES", tmp_path)
-    monkeypatch.setattr(generate, "ROOT", tmp_path)
-    with pytest.raises(ValueError, match=r"fedavgm\.md is missing: write it with the sections of fedprox\.md"):
-        generate.in_short("fedavgm")
-    (tmp_path / "fedavgm.md").write_text("- **Trains:** LoRA\n  of rank r\n")
-    with pytest.raises(ValueError, match=r"lacks '- \*\*Sent up:\*\* …'"):
-        generate.in_short("fedavgm")
-
-
-def test_a_mark_that_nothing_generates_is_named() -> None:
-    with pytest.raises(ValueError, match="marks 'costs', but known are options"):
-        generate._generated(Path("page.md"), "<!-- generated: costs -->\n<!-- end -->")
 
 
 def test_the_plan_names_tables_that_ship() -> None:
@@ -338,32 +188,6 @@ def test_the_tables_on_english_are_recorded_in_full() -> None:
         cells = {(plan.name, row, column, seed) for row, column in plan.cells_by_place for seed in plan.seeds}
         missing = sorted(cells - found)
         assert not missing, f"{len(missing)} cells of {plan.name} are not recorded, the first {missing[:3]}"
-
-
-def test_the_baselines_of_a_set_have_the_examples_of_its_models() -> None:
-    sizes: dict[str, set[tuple[int, ...]]] = {}
-    for record in english.read_records(recording.RECORDS / "english"):
-        found = tuple(record.settings[f"{part}_examples"] for part in ("train", "validation", "test"))
-        sizes.setdefault(record.task, set()).add(found)
-    assert sizes
-    assert all(len(found) == 1 for found in sizes.values()), sizes
-
-
-def test_data_without_a_certain_gain_would_be_refused() -> None:
-    """SNLI, which docs/experiments/english-data-sets.md leaves out."""
-    measured = english.read_records(recording.RECORDS / "english")
-    assert not english.gain([record for record in measured if record.task == "snli"], "accuracy").is_certain
-
-
-def test_a_row_that_a_table_has_not_is_named() -> None:
-    (plan,) = recording.plans(["flame/table-2-tiny"])
-    with pytest.raises(SystemExit, match="flame/table-2-tiny has no row unknown, but "):
-        recording.run(plan, 1, ["unknown"])
-
-
-def test_a_table_that_is_not_planned_is_named() -> None:
-    with pytest.raises(SystemExit, match="flame/table-2 is not in"):
-        recording.planned(["flame/table-2"])
 
 
 def test_every_record_is_of_its_cells_present_config() -> None:
@@ -433,143 +257,6 @@ def test_a_record_of_other_settings_is_found(tmp_path: Path, monkeypatch: pytest
         assert recording.outdated() == [other], change
         path.unlink()
         good.write(records)
-
-
-def test_a_run_of_other_settings_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As is one whose row chose another setting since; a run of these settings is kept."""
-    monkeypatch.setattr(recording, "ROOT", tmp_path)
-    monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
-    completed: list[str] = []
-    monkeypatch.setattr(Launch, "complete_cells", lambda _, cells: completed.extend(c.title for c in cells))
-    plan = recording.plans(["flame/table-2-tiny"])[0]
-    column = next(iter(plan.table.columns))
-    same, other = plan.runs(["flame"], [column], plan.overrides, [0, 1], "t")
-    for planned, config in ((same, same.cell.config), (other, same.cell.config)):
-        (planned.cell.folder / "checkpoints").mkdir(parents=True)
-        checkpoint.save(planned.cell.folder / "checkpoints", 1, Payload({}), fingerprint="any", keep=1)
-        (planned.cell.folder / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
-    recording.finish([same, other], jobs=1)
-    assert same.cell.folder.is_dir()
-    assert not other.cell.folder.exists()
-    assert completed == [same.cell.title, other.cell.title]
-
-
-def test_what_another_table_has_run_is_not_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FLAME with its learned rescaler is in Tables 2 and 5: its cells, and what its setting was chosen by."""
-    records = tmp_path / "records"
-    records.mkdir()
-    first, second = "flame/table-2-tiny", "flame/table-5-tiny"
-    settings, setting = ["evaluation.every=4"], "training.learning_rate"
-    choose = {"setting": setting, "values": ["1e-3", "3e-3"], "seed": 100, "column": "dirichlet-5"}
-    plan = {name: {"seeds": [0], "settings": settings, "choose": choose} for name in (first, second)}
-    (records / "plan.yaml").write_text(yaml.safe_dump(plan))
-    monkeypatch.setattr(recording, "ROOT", tmp_path)
-    monkeypatch.setattr(recording, "RECORDS", records)
-    ran: list[str] = []
-    monkeypatch.setattr(recording, "finish", lambda runs, jobs: ran.extend(one.cell.config.name for one in runs))
-    monkeypatch.setattr(recording.Planned, "recorded", lambda one: written(one))
-
-    def written(one: Any) -> CellRecord:
-        return CellRecord(
-            table=one.table,
-            column=one.column,
-            row=one.cell.config.name,
-            seed=one.cell.config.seed,
-            fingerprint=one.fingerprint,
-            overrides=one.overrides,
-            fedguild="0.3.0",
-            round=4,
-            split="test",
-            scores={"mean": one.cell.config.training.learning_rate},
-        )
-
-    for one in recording.plans():
-        before = len(ran)
-        recording.run(one, jobs=1)
-        assert set(ran[before:]) == set(one.table.rows) - {"learned"}
-    assert recording.outdated() == []
-    found = {(record.table, record.row, record.column): record for record in recording.read_records(records)}
-    for column in ("dirichlet-5", "dirichlet-0.5"):
-        shared, own = found[second, "learned", column], found[first, "flame", column]
-        assert shared.fingerprint == own.fingerprint
-        assert shared.scores == own.scores
-
-
-def test_what_is_left_of_the_tables_is_counted_once_and_timed_by_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """FLAME with its learned rescaler is in Tables 2 and 5; Table 3 is at other settings, and nobody knows its time."""
-    records = tmp_path / "records"
-    records.mkdir()
-    first, second, other = "flame/table-2-tiny", "flame/table-5-tiny", "flame/table-3-tiny"
-    settings, setting = ["evaluation.max_examples=9", "federation.rounds=5"], "training.learning_rate"
-    choose = {"setting": setting, "values": ["1e-3", "3e-3"], "seed": 100, "column": "dirichlet-5"}
-    plan: dict[str, Any] = {first: {"seeds": [0, 1], "settings": settings, "choose": choose}}
-    plan[second] = dict(plan[first])
-    plan[other] = {"seeds": [0], "settings": ["evaluation.max_examples=8"]}
-    (records / "plan.yaml").write_text(yaml.safe_dump(plan))
-    monkeypatch.setattr(recording, "ROOT", tmp_path)
-    monkeypatch.setattr(recording, "RECORDS", records)
-
-    def left() -> dict[str, Any]:
-        counts = recording.Listing(recording.plans())
-        return {one.name: counts.left(one) for one in recording.plans()}
-
-    def counted(of: Any) -> tuple[int, int, int, int]:
-        return of.cells, of.recorded, of.shared, of.choices
-
-    rows = {one.name: len(one.table.rows) for one in recording.plans()}
-    begun = left()
-    assert counted(begun[first]) == (rows[first] * 4, 0, 0, rows[first] * 2)
-    assert counted(begun[second]) == (rows[second] * 4, 0, 4, (rows[second] - 1) * 2)
-    assert [one.hours for one in begun.values()] == [None] * 3
-    monkeypatch.setattr(recording, "finish", lambda runs, jobs: None)
-    monkeypatch.setattr(recording.Planned, "recorded", lambda one: took(one, 40.0))
-
-    def took(one: Any, seconds: float) -> CellRecord:
-        return CellRecord(
-            table=one.table,
-            column=one.column,
-            row=one.cell.config.name,
-            seed=one.cell.config.seed,
-            fingerprint=one.fingerprint,
-            fedguild="0.3.0",
-            round=5,
-            split="test",
-            scores={"mean": one.cell.config.training.learning_rate},
-            seconds=seconds,
-        )
-
-    recording.run(recording.plans()[0], jobs=1)
-    later = left()
-    assert counted(later[first]) == (rows[first] * 4, rows[first] * 4, 0, 0)
-    assert later[first].hours == 0
-    assert counted(later[second]) == counted(begun[second])
-    missing = 5 * (rows[second] - 1) * (4 + 2)
-    assert (later[second].rounds, later[second].by) == (missing, first)
-    assert later[second].hours == pytest.approx(missing * 8.0 / 3600)
-    assert later[other].hours is None
-    capsys.readouterr()
-    assert recording.main(["--list"]) == 0
-    said = capsys.readouterr().out
-    assert f"{missing * 8.0 / 3600:.1f}, by {first}" in said
-    assert said.rstrip().endswith("and tables of unknown length: 1.")
-
-
-def test_a_table_that_needs_data_says_how_to_give_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It names the folder only where none is given and there is none in the usual place."""
-    monkeypatch.setattr(recording, "USUAL_DATA", tmp_path / "none")
-    needs = next(plan.name for plan in recording.plans() if plan.needs_data())
-    with pytest.raises(SystemExit, match=f"make tables TABLE={needs} DATA=DIR"):
-        recording.main([needs])
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    assert "$(if $(DATA),--data $(DATA)) $(if $(JOBS),--jobs $(JOBS))" in makefile
-    began: list[tuple[str, Path | None]] = []
-    monkeypatch.setattr(recording, "run", lambda plan, *_, **__: began.append((plan.name, plan.data)))
-    monkeypatch.setattr(recording.subprocess, "run", lambda *_, **__: subprocess.CompletedProcess([], 0))
-    monkeypatch.setattr(recording, "USUAL_DATA", tmp_path)
-    assert recording.main([needs]) == recording.main([needs, "--data", str(tmp_path / "mine")]) == 0
-    assert began == [(needs, tmp_path), (needs, tmp_path / "mine")]
 
 
 def test_a_column_may_have_settings_of_its_own_in_the_plan(tmp_path: Path) -> None:
@@ -685,48 +372,6 @@ def test_a_run_is_the_beginning_of_a_longer_one(preset: str, tmp_path: Path) -> 
     assert found[0].scores
 
 
-def test_what_small_tables_are_left_out_of_the_plan_is_known() -> None:
-    """TeleQuAD is not among the data sets, the codecs' table is no paper's, and the small model reads no English."""
-    plan = yaml.safe_load((recording.RECORDS / "plan.yaml").read_text())
-    small = {table.name for table in tables() if table.name.endswith(("-tiny", "-english"))}
-    of_english_text = {
-        "ub-smoe/table-6-tiny",
-        "fedamole/table-3-tiny",
-        "fedalign-moe/table-2-tiny",
-        "fedalign-moe/figures-13-14-tiny",
-    }
-    assert small - plan.keys() == {"ub-smoe/table-5-tiny", "flame/codecs-tiny", *of_english_text}
-
-
-def test_a_cell_is_recorded_once_and_again_when_its_settings_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its run is written by hand; the page then has it, from the record alone."""
-    monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(generate, "RECORDS", tmp_path / "records")
-    write_run(tmp_path / "run", name="flame", seed=0)
-    config = load_config("flame/tiny-tasks", ["seed=0", "name=flame"])
-    cell = Cell(config, tmp_path / "run", Row("flame/tiny-tasks"))
-    one = recording.Planned("flame/table-2-tiny", "dirichlet-5", ("evaluation.every=4",), config.fingerprint(), cell)
-    assert not one.is_recorded()
-    one.record()
-    assert one.is_recorded()
-    other = load_config("flame/tiny-tasks", ["name=flame", "federation.rounds=9"]).fingerprint()
-    assert not recording.Planned("flame/table-2-tiny", "dirichlet-5", (), other, cell).is_recorded()
-    shutil.rmtree(tmp_path / "run")
-    (page,) = generate.table_pages().values()
-    compare = "`fedguild compare flame/table-2-tiny evaluation.every=4 --seeds 0`"
-    assert f"`make tables TABLE=flame/table-2-tiny`, or {compare}" in page
-    assert "| flame |" in page
-    assert "**not recorded**" in generate._recorded(Path("flame.md"))
-    assert generate._recorded(Path("ub-smoe.md")).startswith("No table with this method has been recorded yet")
-    trivial = generate._recorded(Path("trivial.md")).removeprefix(f"{generate.LEGEND}\n")
-    assert trivial.startswith("`flame/table-2-tiny`, its row here `trivial`:")
-    claims = [line for line in trivial.splitlines() if line.startswith("| ")][2:]
-    assert claims
-    assert all("trivial" in line for line in claims), "only the claims that it is part of"
-
-
 def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -827,89 +472,3 @@ def test_one_value_may_be_chosen_for_all_rows_together(tmp_path: Path, monkeypat
     cells = plan.cells()
     assert {one.cell.config.name for one in cells} == scores.keys()
     assert {one.cell.config.training.learning_rate for one in cells} == {2e-3}
-
-
-def test_what_is_chosen_together_is_so_in_the_records() -> None:
-    """The pages say from the records alone how a value was chosen."""
-    for plan in recording.plans():
-        for row in plan.table.rows if "choose" in plan.settings else ():
-            if (choice := plan.choice(row)) is not None:
-                assert choice.together == plan.chooses_together, (plan.name, row)
-
-
-def test_one_more_candidate_leaves_a_rows_cells_as_they_are_while_the_choice_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The row is chosen again among all of them; its cells are run again if another value wins, else not."""
-    monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
-    name, choose = (
-        "flame/table-2-tiny",
-        {"setting": "training.learning_rate", "seed": 100, "column": "dirichlet-0.5"},
-    )
-    few = recording.Plan(name, {"seeds": [0], "choose": {**choose, "values": ["1e-3", "4e-3"]}})
-    more = recording.Plan(name, {"seeds": [0], "choose": {**choose, "values": ["1e-3", "4e-3", "1e-2"]}})
-    for value, candidate in few.candidates("flame").items():
-        final = dict.fromkeys(FLAME_FINAL, 0.3 + 10 * float(value))
-        write_run(candidate.cell.folder, name="flame", seed=100, final=final)
-    few.chosen("flame")
-    cell = few.cells()[0]
-    write_run(cell.cell.folder, name="flame", seed=0)
-    record = cell.recorded()
-    cell.record()
-    assert few.is_chosen("flame")
-    assert not more.is_chosen("flame")
-    assert more.is_current(record)
-    (third,) = (one for value, one in more.candidates("flame").items() if value == "1e-2")
-    for score, stays in ((0.2, True), (0.9, False)):
-        shutil.rmtree(third.cell.folder, ignore_errors=True)
-        write_run(third.cell.folder, name="flame", seed=100, final=dict.fromkeys(FLAME_FINAL, score))
-        few.chosen("flame")
-        more.chosen("flame")
-        assert more.is_chosen("flame")
-        assert more.choice("flame").chosen == ("4e-3" if stays else "1e-2")
-        assert more.is_current(record) == stays
-        assert more.cells()[0].is_recorded() == stays
-
-
-def test_a_value_that_was_tried_is_not_tried_again_for_another_score(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second table may choose by another summary of the same runs, and keeps it as values are added."""
-    monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
-    choose = {"setting": "training.learning_rate", "values": ["1e-3"], "seed": 100, "column": "dirichlet-5"}
-    settings = {"seeds": [0], "choose": {**choose, "score": "b4"}}
-    for values in (["1e-3"], ["1e-3", "4e-3"]):
-        settings["choose"]["values"] = values
-        plan = recording.Plan("flame/table-2-tiny", settings)
-        for value, candidate in plan.candidates("flame").items():
-            final = {**dict.fromkeys(FLAME_FINAL, 0.3 + 10 * float(value)), "b4": 0.9 - 10 * float(value)}
-            if candidate in plan.untried("flame"):
-                write_run(candidate.cell.folder, name="flame", seed=100, final=final)
-        plan.chosen("flame")
-    assert plan.choice("flame").chosen == "1e-3"
-    assert set(plan.choice("flame").others) == {"1e-3", "4e-3"}
-    by_mean = recording.Plan("flame/table-2-tiny", {**settings, "choose": {**settings["choose"], "score": "mean"}})
-    assert not by_mean.untried("flame")
-    by_mean.chosen("flame")
-    assert by_mean.choice("flame").chosen == "4e-3"
-    assert len(by_mean.untried("flexlora")) == 2
-
-
-def test_a_record_of_an_older_form_is_recorded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its finished run, which is not run again."""
-    monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
-    plan = recording.Plan("flame/table-2-tiny", {"seeds": [0]})
-    one = plan.cells()[0]
-    write_run(one.cell.folder, name="flame", seed=0)
-    one.record()
-    old = one.path.read_text("utf-8").replace('"seconds"', '"duration"')
-    one.path.write_text(old)
-    assert not one.is_recorded()
-    monkeypatch.setattr(recording, "ROOT", tmp_path)
-    monkeypatch.setattr(recording, "finish", lambda *_: None)
-    monkeypatch.setattr(recording.Plan, "cells", lambda _: [one])
-    recording.run(plan, 1)
-    assert one.is_recorded()

@@ -164,23 +164,6 @@ def test_an_observation_is_that_of_an_end_of_the_rounds(options: str, written: s
     assert rendered(f"{{{{ observation('drift / layer 1', 'ours', 'short'{options}) }}}}") == written
 
 
-def test_the_only_column_need_not_be_named() -> None:
-    of_one = [one.model_copy(update={"column": "all"}) for one in records() if one.column == "short"]
-    text = "{{ score('ours') }}, {{ gain('ours', 'theirs') }}, {{ cost('up', 'ours') }}"
-    assert rendered(text, of_one, columns={"all": {}}) == "0.600, 0.100 ± 0.124, 3.00 MB"
-
-
-def test_a_gain_without_a_score_is_of_the_tables() -> None:
-    """As a claim's is, also where the row shows another."""
-    assert rendered("{{ gain('ours', 'theirs', 'short') }}", score="trained") == "0.270 ± 0.075"
-
-
-def test_lines_are_joined_into_paragraphs() -> None:
-    text = "{% set both = ['ours', 'theirs'] %}\nOne\n  has {{ score(both, 'short') }},\nno more.\n \n\nAnother.\n"
-    assert rendered(text) == "One has 0.500 to 0.600, no more.\n\nAnother."
-    assert rendered("\n") == ""
-
-
 @pytest.mark.parametrize(
     ("call", "said", "hint"),
     [
@@ -265,19 +248,6 @@ def test_the_nearest_rival_is_the_best_row_that_costs_no_less() -> None:
         found("nearest_rival('ours', 'short', without=['variants'])")
     with pytest.raises(DataError, match="row 'unrun' has no records in short"):
         found("nearest_rival('unrun', 'short')")
-
-
-def test_a_remark_calls_other_tables_too() -> None:
-    recorded = {
-        "one/two": (Table.model_validate(TABLE), records()),
-        "one/three": (Table.model_validate(TABLE), [record("ours", 0)]),
-    }
-    text = "{{ score('ours', 'short') }}, there {{ of('one/three').score('ours', 'short') }}"
-    assert render_remark(text, "one/two", recorded) == "0.600, there 0.500"
-    assert render_remark(text, "one/three", recorded) == "0.500, there 0.500"
-    with pytest.raises(DataError, match="The remark of one/two: there are no records of 'one/thre'") as error:
-        render_remark("{{ of('one/thre').score('ours', 'short') }}", "one/two", recorded)
-    assert "one/three" in error.value.hint
 
 
 def test_an_overview_calls_several_tables_and_keeps_the_rows_of_a_table() -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2MoeForCausalLM
 
@@ -63,28 +62,6 @@ def test_every_neuron_is_in_one_expert(llama: LlamaForCausalLM) -> None:
     assert torch.allclose(scaled, mlp.down_proj.weight.T[experts.order], atol=1e-6)
 
 
-def test_neurons_that_act_together_share_an_expert(llama: LlamaForCausalLM) -> None:
-    """Four groups of neurons, each of which acts on its own tokens."""
-    mlp = llama.model.layers[1].mlp
-    group = torch.randperm(32, generator=torch.Generator().manual_seed(1)) % 4
-    mlp.gate_proj.weight.zero_()
-    mlp.gate_proj.weight[torch.arange(32), group] = 5.0
-    x = nn.functional.one_hot(torch.arange(400) % 4, 32).float() + 0.01 * torch.randn(400, 32)
-    experts = split(mlp, x, SIZES)
-    assert all(len(set(part)) == 1 for part in group[experts.order].view(4, 8).tolist())
-
-
-def test_the_states_are_the_models_own(llama: LlamaForCausalLM, folder: Path) -> None:
-    tokens, hidden = states.load(states.shards(folder)[0])
-    wanted = llama.model(tokens, output_hidden_states=True).hidden_states
-    assert hidden.shape == (3, 2, 24, 32)
-    for place, layer in enumerate((1, 2, 3)):
-        assert (hidden[place] - wanted[layer]).norm() < 0.03 * wanted[layer].norm()  # bf16 products
-    changed = states.shards(folder)[1].stat().st_mtime_ns
-    states.write(llama, torch.zeros(4, 24, dtype=torch.int64), LAYERS, folder)
-    assert states.shards(folder)[1].stat().st_mtime_ns == changed
-
-
 def test_the_folder_computes_what_was_trained(student: heal.Student, tmp_path: Path) -> None:
     """Transformers' Qwen2-MoE and the student that the losses are of, with corrections that are not zero."""
     for experts in student.experts.values():
@@ -101,18 +78,6 @@ def test_the_folder_computes_what_was_trained(student: heal.Student, tmp_path: P
         for layer in LAYERS:
             stream = again.step(layer, stream)
         assert torch.allclose(model(tokens).logits, again.logits(again.after(stream)), atol=1e-4)
-
-
-def test_what_is_stored_is_rebuilt_bit_by_bit(student: heal.Student, tmp_path: Path) -> None:
-    for experts in student.experts.values():
-        nn.init.normal_(experts.writes_out, std=0.1)
-    stored = tmp_path / "mixture.safetensors"
-    mixture.save(student, stored)
-    first, second = (mixture.as_qwen2_moe(mixture.load(student.dense, stored, 2)).state_dict() for _ in range(2))
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
-    mixture.save(mixture.load(student.dense, stored, 2), tmp_path / "again.safetensors")
-    again = load_file(tmp_path / "again.safetensors")
-    assert all(torch.equal(value, again[name]) for name, value in load_file(stored).items())
 
 
 @pytest.mark.parametrize("name", list(heal.STAGES))
@@ -148,20 +113,6 @@ def test_a_stage_that_was_stopped_continues(
     assert torch.load(tmp_path / "stopped.pt", weights_only=True)["step"] == 2
     run(later, folder, tmp_path / "stopped.pt")
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), later.parameters(), strict=True))
-
-
-def test_nats_are_those_of_the_models(student: heal.Student, folder: Path) -> None:
-    """With all experts active, equal weights and no scale, the mixture is the dense model."""
-    tokens = torch.cat([states.load(path)[0] for path in states.shards(folder)])
-    with torch.no_grad():
-        wanted = student.dense(tokens, labels=tokens).loss.item()
-    assert heal.nats(student, folder, sparse=False) == pytest.approx(wanted, abs=0.02)
-    for experts in student.experts.values():
-        experts.router.data.zero_()
-        experts.scales.data[2] = SIZES.experts
-    found = heal.curve(student, folder, actives=(4, 1))
-    assert found["dense"] == pytest.approx(found["4"], abs=0.02)
-    assert found["1"] != pytest.approx(found["4"], abs=0.02)
 
 
 def corpus(folder: Path) -> None:

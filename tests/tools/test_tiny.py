@@ -68,18 +68,6 @@ def test_exact_match_agrees_with_greedy_generation(model: Any, tokenizer: Any) -
     assert exact_match(model, tokenizer, examples, active_experts=8) == pytest.approx(right / len(examples))
 
 
-def test_exact_match_leaves_the_model_as_it_was(model: Any, tokenizer: Any) -> None:
-    exact_match(model, tokenizer, held_out("sum", 2), active_experts=1)
-    assert [layer.mlp.gate.top_k for layer in model.model.layers] == [8, 8, 8, 8]
-
-
-@pytest.mark.parametrize(
-    "text", ["Grüße, 世界! 🙂🙃", "  two  spaces\n\n\tand a tab\r\n", "x² − 1 ≥ 0", "\x00\x7f", "", "naïve café 12345"]
-)
-def test_the_tokenizer_round_trips_any_text(tokenizer: Any, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
 def test_the_tokenizer_covers_every_byte_and_keeps_digits_apart(tokenizer: Any) -> None:
     assert len(tokenizer) <= 1024
     everything = "".join(map(chr, range(0x250))) + "".join(map(chr, range(0x4E00, 0x4F00)))
@@ -101,11 +89,3 @@ def test_the_command_rebuilds_a_checkpoint_and_its_card(tmp_path: Path) -> None:
     assert weights[0] == weights[1]
     assert "--steps 2 --seed 1" in (tmp_path / "first" / "README.md").read_text()
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "first").config.num_experts == 16
-
-
-def test_the_learning_rate_rises_then_falls_to_a_twentieth() -> None:
-    recipe = Recipe(steps=100, learning_rate=1.0)
-    rates = [recipe.learning_rate_at(step) for step in range(101)]
-    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert rates[5:] == sorted(rates[5:], reverse=True)
-    assert rates[100] == pytest.approx(0.05)

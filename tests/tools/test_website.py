@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import fedguild
 from tools import website
@@ -56,11 +55,6 @@ def test_every_page_is_in_the_navigation_once(laid_out: tuple[Path, dict[str, st
     assert set(shown) == expected
 
 
-def test_the_first_pages_are_those_that_a_newcomer_needs() -> None:
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    assert nav[0]["Start"][:3] == ["index.md", "guides/first-run.md", "guides/choose-a-method.md"]
-
-
 def test_every_public_name_is_in_the_reference() -> None:
     text = "".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     missing = [name for name, module in fedguild._MODULES.items() if f"::: fedguild.{module}.{name}\n" not in text]
@@ -82,27 +76,6 @@ def test_every_method_is_in_the_decision_table() -> None:
     named = set(re.findall(r"\(\.\./methods/([\w-]+)\.md\)", text)) - {"index", "results"}
     methods = {page.stem for page in (ROOT / "docs/methods").glob("*.md")} - {"index", "results", "costs"}
     assert methods - named == {"fedptuning", "trivial"}, "as fedprompt; a yardstick"
-
-
-def test_a_link_to_nothing_is_named() -> None:
-    with pytest.raises(website.BrokenLinkError, match=r"docs/index\.md links to nowhere\.md, which is not there"):
-        website.with_links("[a](nowhere.md)", "index.md", {})
-    text = "```\n[a](nowhere.md)\n```\n[b](https://example.org/x) [c](index.md#d)"
-    assert website.with_links(text, "index.md", {}) == text
-
-
-def test_links_of_other_files_and_folders() -> None:
-    sources: dict[str, Path] = {}
-    text = website.with_links("[a](../../CONTRIBUTING.md#b) [c](../../src/fedguild/methods)", "guides/x.md", sources)
-    assert text == "[a](../contributing.md#b) [c](../source/src/fedguild/methods/__init__.py.md)"
-    assert sources == {"source/src/fedguild/methods/__init__.py.md": ROOT / "src/fedguild/methods/__init__.py"}
-    assert website.with_links("[a](docs/index.md)", "contributing.md", {}) == "[a](index.md)"
-
-
-def test_a_notebook_is_a_page(laid_out: tuple[Path, dict[str, str]]) -> None:
-    page = laid_out[1]["notebooks/python-api.md"]
-    assert page.startswith("# ")
-    assert "```python\nimport" in page
 
 
 def test_a_notebooks_figures_and_tables_are_on_its_page(laid_out: tuple[Path, dict[str, str]], tmp_path: Path) -> None:

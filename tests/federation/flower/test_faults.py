@@ -128,16 +128,6 @@ def test_faulty_uploads_are_left_out_and_the_run_goes_on(
     assert max(decoded_bytes) <= LIMIT_BYTES
 
 
-def test_a_federation_need_not_score_its_initial_state(config: Config, local: Ended, tmp_path: Path) -> None:
-    """Round 1 comes first; all else is as it is on one machine."""
-    quick = changed(config, "evaluation", eval_on_start=False)
-    grid, _ = federation(quick, tmp_path)
-    serve_on(grid, quick, tmp_path)
-    later = [record for record in local.records if record["round"] > 0]
-    assert len(later) < len(local.records)
-    assert_same(replace(ended(tmp_path / "state" / "run"), memory={}), replace(local, records=later))
-
-
 def test_scores_that_are_not_public_are_refused_before_anything_is_trained(config: Config, tmp_path: Path) -> None:
     """A server without data has the clients' own models scored; nothing of that waits for the first evaluation."""
     private = changed(config, "evaluation", eval_on_start=False)
@@ -230,15 +220,6 @@ def test_a_machine_that_is_gone_is_a_failure_and_not_a_wait(config: Config, tmp_
     serve_on(grid, config, tmp_path)
     for record in rounds_of(tmp_path):
         says(record.rejected[0].reason, "it is gone: its machine stopped answering")
-
-
-def test_a_machine_that_is_off_is_not_asked(config: Config, tmp_path: Path) -> None:
-    grid, _ = federation(config, tmp_path)
-    disconnect(last(grid), after_round=1)
-    serve_on(grid, config, tmp_path)
-    first, second = rounds_of(tmp_path)
-    assert not first.rejected
-    assert second.rejected[0].reason == "it is not connected"
 
 
 def test_a_client_that_was_restarted_while_it_worked_is_not_waited_for(
@@ -503,24 +484,6 @@ def test_a_server_that_is_killed_goes_on_to_the_same_bits(
     assert_same(replace(ended(tmp_path / "state" / "run"), memory={}), local)
 
 
-def test_pooled_scores_need_examples_that_do_not_leave(config: Config, tmp_path: Path) -> None:
-    pooled = changed(config, "evaluation", pooled=True)
-    grid, _ = federation(pooled, tmp_path)
-    with pytest.raises(ConfigError, match=r"evaluation\.pooled"):
-        serve_on(grid, pooled, tmp_path)
-
-
-def test_a_server_without_data_has_the_clients_score_and_take_home_their_own_models(
-    config: Config, tmp_path: Path
-) -> None:
-    grid, trainers = federation(config, tmp_path)
-    result = serve_on(grid, config, tmp_path, server_evaluation=False, deliver=True)
-    assert set(result.own) == {"client-000", "client-001", "client-002"}
-    assert not result.scores
-    for trainer in trainers:
-        assert list((trainer.work / "models").iterdir())
-
-
 def test_a_client_that_is_away_is_waited_for_once(config: Config, tmp_path: Path, clock: Clock) -> None:
     longer = changed(config, "federation", rounds=3)
     grid, _ = federation(longer, tmp_path)
@@ -528,14 +491,6 @@ def test_a_client_that_is_away_is_waited_for_once(config: Config, tmp_path: Path
     serve_on(grid, longer, tmp_path, reconnect_seconds=60.0)
     assert [len(record.rejected) for record in rounds_of(tmp_path)] == [0, 1, 1]
     assert 60.0 <= clock.now < 120.0, "waited for in the second round, not again in the third"
-
-
-def test_a_client_that_comes_back_in_time_takes_part(config: Config, tmp_path: Path) -> None:
-    grid, _ = federation(config, tmp_path)
-    disconnect(last(grid), after_round=1)
-    change_replies(grid.nodes[100], (2,), lambda reply: setattr(last(grid), "online", True) or reply)
-    serve_on(grid, config, tmp_path, reconnect_seconds=60)
-    assert not any(record.rejected for record in rounds_of(tmp_path))
 
 
 def change_answers(node: LoopbackNode, kind: str, change: Change) -> None:

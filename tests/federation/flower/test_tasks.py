@@ -143,12 +143,6 @@ def test_who_does_not_know_the_secret_gets_no_task(node: Node, capsys: pytest.Ca
     assert TaskSource(node.address, node.secret).take(CLIENT_APP) is not None
 
 
-def test_nothing_answers(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_bytes(b"s" * 32)
-    source = TaskSource(f"127.0.0.1:{free_ports(1)[0]}", tmp_path / "secret")
-    assert source.take(CLIENT_APP) is None
-
-
 def test_a_task_is_kept_while_it_is_worked_on(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """And its heartbeats end with it, or when Flower has given it up."""
     monkeypatch.setattr(tasks, "HEARTBEAT_SECONDS", 0.01)
@@ -178,12 +172,3 @@ def test_a_task_that_is_not_worked_on_is_ended_with_the_reason(node: Node) -> No
     source.fail(task, "for no reason")
     (found,) = node.state.get_tasks()
     assert (found.status.sub_status, found.status.details) == ("failed", "for no reason")
-
-
-def test_tasks_come_one_after_another(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "POLL_SECONDS", 0.0)
-    node.receive()
-    tasks_of = TaskSource(node.address, node.secret).forever(CLIENT_APP)
-    first, second = next(tasks_of), next(tasks_of)
-    assert first is not None
-    assert second is None

@@ -64,12 +64,6 @@ def test_the_ending_says_why(tmp_path: Path, error: BaseException, event: str, r
     assert (events(tmp_path)[-1]["event"], events(tmp_path)[-1]["reason"]) == (event, reason)
 
 
-def test_a_run_that_never_began_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(DataError), noted(tmp_path, None, "marker"):
-        raise DataError("No rows.")
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_line_of_a_killed_process_does_not_swallow_the_next(tmp_path: Path) -> None:
     (tmp_path / "marker").touch()
     (tmp_path / ActivityLog.FILE).write_text('{"time": 1, "event": "st')

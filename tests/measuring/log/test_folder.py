@@ -5,7 +5,6 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fedguild.core.errors import CheckpointError
 from fedguild.measuring.log.folder import Run, load_run
@@ -38,20 +37,6 @@ def test_active_experts_come_from_the_config_only_where_it_decides_them(run: Run
     assert [budget.active_experts for budget in unsaid.budgets()] == [8, 4, 2, 1]
     by_method = dataclasses.replace(unsaid, config={**run.config, "evaluation": {"active_experts": "method"}})
     assert [budget.active_experts for budget in by_method.budgets()] == [None] * 4
-
-
-def test_a_dense_model_has_no_active_experts_whatever_its_budgets_say(run: Run) -> None:
-    silent = [e.model_copy(update={"active_experts": None}) for e in run.evaluations]
-    trained = [record.model_copy(update={"active_experts": 0}) for record in run.clients]
-    dense = dataclasses.replace(run, evaluations=silent, clients=trained)
-    assert [budget.active_experts for budget in dense.budgets()] == [None] * 4
-
-
-def test_a_method_may_be_named_alone_in_the_config(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", rounds=1)
-    config = yaml.safe_load((folder / "config.yaml").read_text())
-    (folder / "config.yaml").write_text(yaml.safe_dump(config | {"method": "fedit"}))
-    assert load_run(folder).method == "fedit"
 
 
 def test_the_shown_split_is_validation_where_no_test_was_scored(tmp_path: Path) -> None:
@@ -116,12 +101,6 @@ def test_a_run_until_a_round_is_what_a_shorter_one_would_be(run: Run) -> None:
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"no config\.yaml"):
         load_run(tmp_path / "nowhere")
-
-
-def test_a_run_without_a_score(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("name: early\n")
-    with pytest.raises(CheckpointError, match="no score yet"):
-        load_run(tmp_path)
 
 
 @pytest.mark.parametrize(

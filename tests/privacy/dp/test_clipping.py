@@ -25,10 +25,6 @@ def test_what_is_not_finite_adds_nothing(value: float) -> None:
     assert norm_of(clipped({"a": torch.tensor([value, 1.0]), "b": torch.ones(2)}, 1.0)) == 0.0
 
 
-def test_zeros_stay_zeros() -> None:
-    assert norm_of(clipped({"a": torch.zeros(3)}, 1.0)) == 0.0
-
-
 def test_noise_has_its_deviation_and_differs_by_tensor() -> None:
     noisy = with_noise({"a": torch.ones(20_000), "b": torch.ones(20_000)}, 0.5, Noise(b"key"))
     for tensor in noisy.values():

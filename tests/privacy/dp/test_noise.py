@@ -30,8 +30,3 @@ def test_key_and_purpose_decide() -> None:
     others = [noise.normal((2, 3), "a", "1"), noise.normal((2, 3), "b", 1), Noise(b"kez").normal((2, 3), "a", 1)]
     others += [noise.child("a", 1).normal((2, 3)), Noise.of_seed(0).normal((2, 3), "a", 1)]
     assert len({tuple(other.flatten().tolist()) for other in [*others, noise.normal((2, 3), "a", 1)]}) == 6
-
-
-def test_a_scalar_and_an_empty_tensor_have_noise_too() -> None:
-    assert Noise(b"key").normal(()).shape == ()
-    assert Noise(b"key").normal((0, 3)).shape == (0, 3)

@@ -105,50 +105,77 @@ def assert_close_where_three_count(secure, plain, folder):
         torch.testing.assert_close(found[large], expected[large], rtol=1e-6, atol=1e-6)
 
 
-def test_a_client_that_stops_between_two_steps_is_left_out(model, tmp_path):
-    config = small_config(model, *SECURE)
-    trainers = sites(config, tmp_path / "sites")
-    trainers[2].handle, lines = refusing(trainers[2].handle, "send"), Lines()
-    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
-    assert lines.says("client 2 was rejected", "dropped out of the secure aggregation: its machine stopped")
-    sessions = [entry for entry in AuditLog(tmp_path / "server/state").read() if entry["event"] == "session"]
-    assert [(entry["round"], entry["members"], entry["left"]) for entry in sessions] == [(1, [0, 1, 2, 3], [0, 1, 3])]
-    assert sessions[0]["dropped"] == {"2": "its machine stopped"}
-    assert sessions[0]["threshold"] == 3
-    assert "failed" not in sessions[0]
+class Guild:
+    """The sites of a secure run; `serve` runs it, and `lines` are what its server says."""
+
+    def __init__(self, model, folder, *overrides, accept=None):
+        self.config, self.folder, self.lines = small_config(model, *SECURE, *overrides), folder, Lines()
+        changes = {index: {"accept": own} for index, own in (accept or {}).items()}
+        self.trainers = sites(self.config, folder / "sites", changes)
+
+    def serve(self, **options):
+        serve_on(grid_of(self.trainers), self.config, self.folder / "server", self.lines, **options)
+
+    def answering(self, client, change):
+        """Lets a client's answers be what a function makes of the request and the honest answer."""
+        handle = self.trainers[client].handle
+        self.trainers[client].handle = lambda message: change(message, handle(message))
+
+    def another_key(self, client):
+        folder = self.folder / f"sites/client-{client:03d}"
+        for name in ("node.key", "node.pub"):
+            (folder / name).unlink(missing_ok=True)
+        write_key(folder / "node.key")
+
+    def audited(self, event):
+        return [entry for entry in AuditLog(self.folder / "server/state").read() if entry["event"] == event]
+
+    def round(self):
+        records = RunLog(self.folder / "server/state/run").read()
+        (whole,) = [record for record in records if isinstance(record, RoundRecord)]
+        return whole
 
 
-def test_a_session_that_fails_is_in_the_audit_log_too(model, tmp_path):
-    config = small_config(model, *SECURE, "federation.quorum=1.0")
-    trainers = sites(config, tmp_path / "sites")
-    for trainer in trainers[2:]:
-        trainer.handle = refusing(trainer.handle, "weigh")
+@pytest.fixture
+def guild(model, tmp_path):
+    return lambda *overrides, **more: Guild(model, tmp_path, *overrides, **more)
+
+
+def gone_at(step):
+    """The change of a client that does not answer a step of a secure aggregation."""
+    return lambda message, answer: (
+        message.reply(failure="its machine stopped") if message.metadata.get("step") == step else answer
+    )
+
+
+def test_a_client_that_stops_between_two_steps_is_left_out(guild):
+    four = guild()
+    four.answering(2, gone_at("send"))
+    four.serve()
+    assert four.lines.says("client 2 was rejected", "dropped out of the secure aggregation: its machine stopped")
+    (session,) = four.audited("session")
+    assert (session["round"], session["members"], session["left"]) == (1, [0, 1, 2, 3], [0, 1, 3])
+    assert (session["dropped"], session["threshold"]) == ({"2": "its machine stopped"}, 3)
+    assert "failed" not in session
+
+
+def test_a_session_that_fails_is_in_the_audit_log_too(guild):
+    four = guild("federation.quorum=1.0")
+    for client in (2, 3):
+        four.answering(client, gone_at("weigh"))
     with pytest.raises(QuorumError, match="2 of 4 clients are left after 'weigh'"):
-        serve_on(grid_of(trainers), config, tmp_path / "server")
-    entries = AuditLog(tmp_path / "server/state").read()
+        four.serve()
+    entries = AuditLog(four.folder / "server/state").read()
     assert [entry["event"] for entry in entries][-4:] == ["asked", "session", "failed", "stopped"]
     assert entries[-4]["clients"] == [0, 1, 2, 3]
-    assert "2 of 4 clients are left after 'weigh'" in entries[-2]["reason"]
-    (entry,) = [entry for entry in entries if entry["event"] == "session"]
-    assert "2 of 4 clients are left after 'weigh'" in entry["failed"]
-    assert entry["left"] == [0, 1]
-    assert sorted(entry["dropped"]) == ["2", "3"]
+    for reason in (entries[-2]["reason"], entries[-3]["failed"]):
+        assert "2 of 4 clients are left after 'weigh'" in reason
+    assert (entries[-3]["left"], sorted(entries[-3]["dropped"])) == ([0, 1], ["2", "3"])
 
 
-def refusing(handle, step):
-    """Returns a client's answers, without one to a step of a secure aggregation."""
-
-    def answer(message):
-        gone = message.kind == "secure" and message.metadata["step"] == step
-        return message.reply(failure="its machine stopped") if gone else handle(message)
-
-    return answer
-
-
-def test_a_client_that_refuses_its_own_upload_does_not_say_by_how_much(model, tmp_path, capsys):
-    config = small_config(model, *SECURE, "federation.max_update_norm=1e-6")
+def test_a_client_that_refuses_its_own_upload_does_not_say_by_how_much(guild, capsys):
     with pytest.raises(QuorumError, match="its upload is not finite, beyond the limits") as raised:
-        serve_on(grid_of(sites(config, tmp_path / "sites")), config, tmp_path / "server")
+        guild("federation.max_update_norm=1e-6").serve()
     assert "norm is" not in str(raised.value)
     assert "norm is" in capsys.readouterr().err
 
@@ -168,41 +195,31 @@ def test_an_error_in_a_secure_run_keeps_its_text_at_the_site(model, tmp_path, ca
     assert "3.25" in trainer.handle(plain).failure
 
 
-def test_a_site_that_sends_masked_uploads_only_refuses_a_plain_run(model, tmp_path):
-    config = small_config(model, *SECURE, "federation.secure=false", "federation.quorum=1.0")
-    trainers = sites(config, tmp_path / "sites", {1: {"accept": {"secure": True}}})
+def test_a_site_that_sends_masked_uploads_only_refuses_a_plain_run(guild):
     with pytest.raises(QuorumError, match=r"but accept\.secure is true"):
-        serve_on(grid_of(trainers), config, tmp_path / "server", wait_seconds=0.1)
+        guild("federation.secure=false", "federation.quorum=1.0", accept={1: {"secure": True}}).serve(wait_seconds=0.1)
 
 
-def test_a_key_that_its_peers_do_not_know_keeps_a_client_out(model, tmp_path):
-    config = small_config(model, *SECURE)
-    trainers = sites(config, tmp_path / "sites")
-    (tmp_path / "sites/client-003/node.key").unlink()
-    (tmp_path / "sites/client-003/node.pub").unlink(missing_ok=True)
-    write_key(tmp_path / "sites/client-003/node.key")
+def test_a_site_names_what_it_does_not_disclose(guild):
+    settings = ("federation.secure_disclose=[scores]", "federation.quorum=1.0")
+    accept = {index: {"disclose": ["scores"]} for index in range(3)}
+    with pytest.raises(QuorumError, match=r"asks for scores in the clear, beyond accept\.disclose"):
+        guild(*settings, accept=accept).serve(wait_seconds=0.1)
+
+
+def test_a_key_that_its_peers_do_not_know_keeps_a_client_out(guild):
+    """And where the server knows the keys, that client alone."""
+    four = guild()
+    four.another_key(3)
     with pytest.raises(QuorumError, match="the key of client 3 is not signed by the key that is registered for it"):
-        serve_on(grid_of(trainers), config, tmp_path / "server")
+        four.serve()
+    shutil.copytree(four.folder / "sites/client-000/peers", four.folder / "server" / ServerSettings().nodes)
+    four.serve()
+    assert four.lines.says("client 3 was rejected", "what it joined with is not signed by the key")
 
 
-def test_where_the_server_knows_the_keys_one_that_signs_with_another_is_left_out(model, tmp_path):
-    config = small_config(model, *SECURE)
-    trainers, lines = sites(config, tmp_path / "sites"), Lines()
-    shutil.copytree(tmp_path / "sites/client-000/peers", tmp_path / "server" / ServerSettings().nodes)
-    (tmp_path / "sites/client-003/node.key").unlink()
-    (tmp_path / "sites/client-003/node.pub").unlink(missing_ok=True)
-    write_key(tmp_path / "sites/client-003/node.key")
-    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
-    assert lines.says("client 3 was rejected", "what it joined with is not signed by the key")
-
-
-def test_a_false_share_is_made_good_and_told(model, tmp_path):
-    config = small_config(model, *SECURE)
-    trainers, lines = sites(config, tmp_path / "sites"), Lines()
-    handle = trainers[1].handle
-
-    def lying(message):
-        answer = handle(message)
+def test_a_false_share_is_made_good_and_told(guild):
+    def lying(message, answer):
         if message.metadata.get("step") != "open":
             return answer
         opened = decode(answer.body, "client-001")
@@ -210,56 +227,47 @@ def test_a_false_share_is_made_good_and_told(model, tmp_path):
         shares[0] ^= 1
         return replace(answer, body=encode(Payload({**opened.tensors, "secure/shares": shares}, opened.scalars)))
 
-    trainers[1].handle = lying
-    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
-    assert lines.says("client 1 did wrong, which the others made good: it opened a false share of client 0's secret")
-    (whole,) = [record for record in RunLog(tmp_path / "server/state/run").read() if isinstance(record, RoundRecord)]
-    assert [fault.client for fault in whole.faults] == [1]
-    audit = [entry for entry in AuditLog(tmp_path / "server/state").read() if entry["event"] == "round"]
-    assert audit[-1]["faults"].keys() == {"1"}
+    four = guild()
+    four.answering(1, lying)
+    four.serve()
+    told = "client 1 did wrong, which the others made good: it opened a false share of client 0's secret"
+    assert four.lines.says(told)
+    assert [fault.client for fault in four.round().faults] == [1]
+    assert four.audited("round")[-1]["faults"].keys() == {"1"}
 
 
-@pytest.mark.parametrize("step", ["train", "weigh", "send"])
-def test_an_answer_that_is_none_is_one_clients_dropout(step, model, tmp_path):
-    """An upload in the clear is not used, and bytes that are no message drop their client, whatever the step."""
-    config = small_config(model, *SECURE)
-    trainers = sites(config, tmp_path / "sites")
-    handle, lines = trainers[1].handle, Lines()
-
-    def careless(message):
-        answer = handle(message)
-        return replace(answer, body=b"\7" * 40) if step in (message.kind, message.metadata.get("step")) else answer
-
-    trainers[1].handle = careless
-    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
-    reason = "it sent an upload in the clear" if step == "train" else "cannot be decoded"
-    assert lines.says("client 1 was rejected", reason)
-
-
-@pytest.mark.parametrize("entry", [("U8", [0, 2**40, 2**40]), ("I64", [0, 2**31, 2**31])], ids=str)
-@pytest.mark.parametrize("step", ["join", "send"])
-def test_an_array_without_values_and_beyond_every_size_drops_its_client_alone(entry, step, model, tmp_path):
-    """It takes no byte, but torch or NumPy cannot compute its strides."""
-    config = small_config(model, *SECURE)
-    trainers, lines = sites(config, tmp_path / "sites"), Lines()
-    handle = trainers[1].handle
-    dtype, shape = entry
+def vast(dtype, *shape):
+    """An array without a byte, of which torch or NumPy cannot compute the strides."""
     header = json.dumps({"secure/keys": {"dtype": dtype, "shape": shape, "data_offsets": [0, 0]}}).encode()
-    body = len(header).to_bytes(8, "little") + header
-
-    def vast(message):
-        answer = handle(message)
-        return replace(answer, body=body) if message.metadata.get("step") == step else answer
-
-    trainers[1].handle = vast
-    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
-    assert lines.says("client 1 was rejected", "is beyond every tensor")
+    return len(header).to_bytes(8, "little") + header
 
 
-def test_what_an_answer_raises_is_its_clients_dropout(model, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("at", "body", "reason"),
+    [
+        ("train", b"\7" * 40, "it sent an upload in the clear"),
+        ("weigh", b"\7" * 40, "cannot be decoded"),
+        ("send", b"\7" * 40, "cannot be decoded"),
+        ("join", vast("U8", 0, 2**40, 2**40), "is beyond every tensor"),
+        ("send", vast("I64", 0, 2**31, 2**31), "is beyond every tensor"),
+    ],
+    ids=["train", "weigh", "send", "join of no value", "send of no value"],
+)
+def test_an_answer_that_is_none_is_one_clients_dropout(at, body, reason, guild):
+    """An upload in the clear is not used, and bytes that are no message drop their client, whatever the step."""
+    four = guild()
+    four.answering(
+        1,
+        lambda message, answer: (
+            replace(answer, body=body) if at in (message.kind, message.metadata.get("step")) else answer
+        ),
+    )
+    four.serve()
+    assert four.lines.says("client 1 was rejected", reason)
+
+
+def test_what_an_answer_raises_is_its_clients_dropout(guild, monkeypatch):
     """Whatever the library that reads it meets."""
-    config = small_config(model, *SECURE)
-    trainers, lines = sites(config, tmp_path / "sites"), Lines()
 
     def failing(data, who):
         if who == "client-001":
@@ -267,14 +275,13 @@ def test_what_an_answer_raises_is_its_clients_dropout(model, tmp_path, monkeypat
         return decode(data, who)
 
     monkeypatch.setattr("fedguild.federation.flower.engine.decode", failing)
-    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
-    assert lines.says("client 1 was rejected", "its answer cannot be used: OverflowError")
+    four = guild()
+    four.serve()
+    assert four.lines.says("client 1 was rejected", "its answer cannot be used: OverflowError")
 
 
-def test_a_loss_that_one_client_made_up_ends_no_run(model, tmp_path, monkeypatch):
+def test_a_loss_that_one_client_made_up_ends_no_run(guild, monkeypatch):
     """The server has the mean of the losses, in which one client's may be as large as a value may be."""
-    config = small_config(model, *SECURE)
-    trainers, lines = sites(config, tmp_path / "sites"), Lines()
     terms, calls = secure.whole_terms, []
 
     def lying(own, report, frequency):
@@ -282,11 +289,11 @@ def test_a_loss_that_one_client_made_up_ends_no_run(model, tmp_path, monkeypatch
         return terms(own, replace(report, loss=1000.0) if len(calls) == 1 else report, frequency)
 
     monkeypatch.setattr(secure, "whole_terms", lying)
-    serve_on(grid_of(trainers), config, tmp_path / "server", lines)
-    assert lines.says("Warning: by the clients' mean loss, the training of round 1 diverged", "it goes on")
-    assert checkpoint.latest(tmp_path / "server/state/run" / CHECKPOINTS) == 1
-    (whole,) = [record for record in RunLog(tmp_path / "server/state/run").read() if isinstance(record, RoundRecord)]
-    assert len(whole.participants) == 4
+    four = guild()
+    four.serve()
+    assert four.lines.says("Warning: by the clients' mean loss, the training of round 1 diverged", "it goes on")
+    assert checkpoint.latest(four.folder / "server/state/run" / CHECKPOINTS) == 1
+    assert len(four.round().participants) == 4
 
 
 def test_a_site_keeps_its_scores_and_refuses_another_session_than_the_configs(model, tmp_path):
@@ -303,13 +310,6 @@ def test_a_site_keeps_its_scores_and_refuses_another_session_than_the_configs(mo
     assert "session.share" in trainer.handle(plain).failure
 
 
-def test_a_site_names_what_it_does_not_disclose(model, tmp_path):
-    config = small_config(model, *SECURE, "federation.secure_disclose=[scores]", "federation.quorum=1.0")
-    accepts = {index: {"accept": {"disclose": ["scores"]}} for index in range(3)}
-    with pytest.raises(QuorumError, match=r"asks for scores in the clear, beyond accept\.disclose"):
-        serve_on(grid_of(sites(config, tmp_path / "sites", accepts)), config, tmp_path / "server", wait_seconds=0.1)
-
-
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_init_gives_every_client_its_peers_keys_and_a_site_that_accepts_nothing_else(tmp_path):
     write_project(tmp_path / "guild", 3, "flame/tiny-tasks", ["federation.secure=true"])
@@ -320,15 +320,13 @@ def test_init_gives_every_client_its_peers_keys_and_a_site_that_accepts_nothing_
         assert sorted(load_peers(folder / site.peers)) == [0, 1, 2]
 
 
-def test_a_site_without_its_peers_keys_says_which_files_it_needs(model, tmp_path):
-    config = small_config(model, *SECURE)
-    trainers = sites(config, tmp_path / "sites")
-    for trainer in trainers:
+def test_a_site_without_its_peers_keys_says_which_files_it_needs(guild):
+    four = guild()
+    for trainer in four.trainers:
         trainer.site = trainer.site.model_copy(update={"peers": "nowhere"})
-    lines = Lines()
     with pytest.raises(QuorumError):
-        serve_on(grid_of(trainers), config, tmp_path / "server", lines, wait_seconds=0.1)
-    assert lines.says("has no public keys of the other clients")
+        four.serve(wait_seconds=0.1)
+    assert four.lines.says("has no public keys of the other clients")
 
 
 class TestRefusedConfigs:

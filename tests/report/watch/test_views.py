@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from fedguild.federation.site import server_state
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.measuring.log.index import is_run
-from fedguild.measuring.log.records import PrivacyRecord, RoundRecord, RunLog, StrayUpload
+from fedguild.measuring.log.records import PrivacyRecord, RoundRecord, RunLog
 from fedguild.report.watch.board import Board
 from fedguild.report.watch.federation_view import FederationView
 from fedguild.report.watch.following import Follower
@@ -84,15 +83,6 @@ def test_what_is_withheld_is_missing_and_not_zero(tmp_path: Path) -> None:
     assert (parts["clients"]["1"]["state"], parts["clients"]["1"]["note"]) == ("gone", "its privacy budget is spent")
 
 
-def test_late_uploads_are_listed(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", rounds=1, clients=2)
-    strays = [StrayUpload(round=1, client=1, upload_bytes=9, dropped="it is 1 round(s) late")]
-    RunLog(folder).append(RoundRecord(round=2, seconds=1.0, participants=[0, 1], strays=strays))
-    parts = parts_of(view(folder))
-    assert parts["rounds"]["2"]["late"] == 1
-    assert parts["rejections"]["1"]["reason"] == "an upload of round 1 was dropped: it is 1 round(s) late"
-
-
 @pytest.mark.parametrize(
     ("event", "word"),
     [("ended", "finished"), ("stopped", "stopped"), ("interrupted", "interrupted"), ("failed", "failed")],
@@ -112,10 +102,6 @@ def test_a_run_whose_process_was_killed_is_not_running(tmp_path: Path) -> None:
     standing = parts_of(view(folder))["page"]["standing"]
     assert standing["word"] == "gone"
     assert f"fedguild resume {folder}" in standing["reason"]
-
-
-def test_a_run_of_before_there_were_events_is_finished(tmp_path: Path) -> None:
-    assert parts_of(view(write_run(tmp_path / "run")))["page"]["standing"]["word"] == "finished"
 
 
 def test_a_half_written_line_is_left_until_it_is_whole(tmp_path: Path) -> None:
@@ -152,16 +138,6 @@ def test_going_back_to_an_earlier_round_begins_anew(tmp_path: Path) -> None:
     assert sorted(after["rounds"], key=int) == ["1", "2", "3", "4"]
     assert after["clients"]["0"]["upload_bytes"] < before["clients"]["0"]["upload_bytes"]
     assert seen.board.epoch == epoch + 1
-
-
-def test_a_resumed_run_forgets_how_it_ended(tmp_path: Path) -> None:
-    folder = live_run(tmp_path / "run")
-    ActivityLog(folder).append("failed", reason="disk full")
-    hold(folder)
-    ActivityLog(folder).append("begun", pid=os.getpid())
-    parts = parts_of(view(folder))
-    assert parts["page"]["standing"]["word"] == "running"
-    assert {row["state"] for row in parts["clients"].values()} == {"idle"}
 
 
 def test_a_federation_shows_keys_contacts_and_who_is_gone(tmp_path: Path) -> None:

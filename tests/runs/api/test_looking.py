@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fedguild
-from fedguild.core.errors import ConfigError, DataError
+from fedguild.core.errors import ConfigError
 from tests.runs.api.conftest import BASE, ROWS
 
 
@@ -46,8 +46,3 @@ def test_a_partition_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_profile_of_nothing_is_refused(count: str) -> None:
     with pytest.raises(ConfigError, match=f"{count} is at least 1, got -3"):
         fedguild.profile(BASE, **{count: -3})  # type: ignore[arg-type]
-
-
-def test_a_partition_that_does_not_fit() -> None:
-    with pytest.raises(DataError, match="has 2 parts, but there are 3 clients"):
-        fedguild.partition(BASE, "federation.clients=3", dataset=ROWS, partition=[[0, 1], [2]])

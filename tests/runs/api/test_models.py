@@ -61,15 +61,6 @@ def test_a_model_generates_what_the_run_would(
     assert (out[: out.index(end)] if end in out else out) == expected
 
 
-def test_the_largest_budget_is_the_default(routed_runs: dict[str, Path]) -> None:
-    ids = torch.tensor([[5, 9, 3]])
-    result = fedguild.load_run(routed_runs["ub-smoe"])
-    with torch.no_grad():
-        default, large, small = (fedguild.load_model(result, budget)(ids).logits for budget in (None, "large", "small"))
-    assert torch.equal(default, large)
-    assert not torch.allclose(default, small)
-
-
 def test_models_that_are_not_there(routed_runs: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no global one\.\nName a client"):
         fedguild.load_model(routed_runs["fedamole"])
@@ -165,16 +156,3 @@ def test_what_cannot_be_generated_from_is_refused(
 
     with pytest.raises(ConfigError, match=told):
         "".join(open_generator(routed_runs["ub-smoe"]).stream(**{"prompt": "Hi", **wrong}))
-
-
-def test_an_error_while_generating_is_told(routed_runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedguild.runs.api.generating import open_generator
-
-    generator = open_generator(routed_runs["ub-smoe"])
-
-    def fail(**_: Any) -> None:
-        raise ConfigError("no room")
-
-    monkeypatch.setattr(generator.model, "generate", fail)
-    with pytest.raises(ConfigError, match="no room"):
-        "".join(generator.stream("Hi"))

@@ -8,7 +8,6 @@ import pytest
 
 import fedguild
 from fedguild.core.errors import ConfigError
-from fedguild.federation.trainer_service import run_metadata
 from fedguild.measuring.log.records import RunLog
 from fedguild.runs.tracking.points import points
 from tests.runs.runs import Killed, kill_at, load_models_once, save_model, small_config, small_settings
@@ -98,8 +97,3 @@ def test_a_federation_is_tracked_by_its_server(model: Path, tmp_path: Path) -> N
     serve_on(grid_of(trainers_of(config, tmp_path / "sites")), config, tmp_path / "server")
     assert {"run 0": logged(tmp_path / "server" / "state" / "run")} == Memory.runs
     assert len(Memory.seen) == 1, "no client tracks"
-
-
-def test_clients_are_told_nothing_of_the_trackers(model: Path) -> None:
-    config = small_config(model, "tracking=[memory]", "tracking.project=secret")
-    assert "tracking" not in run_metadata(config)["config"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 
@@ -15,10 +14,8 @@ from fedguild.measuring.log.records import (
     Rejection,
     RoundRecord,
     RoutingRecord,
-    RunLog,
 )
 from fedguild.runs.tracking.points import points
-from tests.report.runs import write_run
 
 
 def client(index: int, *, loss: float | None = 0.5, upload: int = 10) -> ClientRecord:
@@ -106,13 +103,3 @@ def test_every_record_has_its_values_and_what_is_withheld_has_none(clients: bool
     assert len(found) == len(expected)
     assert {point.round for point in found} == {3}
     assert found[-1].name == "round_seconds"
-
-
-def test_rounds_come_in_order_each_ended_by_its_seconds(tmp_path: Path) -> None:
-    records = RunLog(write_run(tmp_path, rounds=2, clients=3, layers=2, own_scores=True)).read()
-    found = points(records)
-    assert [point.round for point in found] == sorted(point.round for point in found)
-    assert {point.round for point in found} == {0, 1, 2}
-    last = {point.round: point.name for point in found}
-    assert (last[1], last[2]) == ("round_seconds", "round_seconds")
-    assert points([]) == []

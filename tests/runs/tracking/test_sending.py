@@ -88,11 +88,6 @@ def test_all_rounds_arrive_with_round_0_and_the_settings(tmp_path: Path, source:
     assert run.flat_settings()["method.name"] == "flame"
 
 
-def test_values_of_single_clients_can_be_left_out(tmp_path: Path, source: Path) -> None:
-    play(tmp_path / "run", source, config_of(["memory"], "tracking.clients=false"), 1, 2)
-    assert Memory.runs["run 0"] == expected(source, 2, clients=False)
-
-
 def test_a_killed_run_continues_its_tracked_run_without_a_point_twice(tmp_path: Path, source: Path) -> None:
     play(tmp_path / "run", source, config_of(["memory"]), 1, 2, killed=True)
     assert Memory.runs == {"run 0": expected(source, 1)}
@@ -134,12 +129,6 @@ def test_one_that_can_take_back_goes_back(tmp_path: Path, source: Path, monkeypa
     assert (Memory.seen[1].id, Memory.seen[1].round) == ("run 0", 1)
 
 
-def test_a_finished_run_that_is_resumed_begins_nothing(tmp_path: Path, source: Path) -> None:
-    play(tmp_path / "run", source, config_of(["memory"]), 1, 4)
-    play(tmp_path / "run", source, config_of(["memory"]), 5, 4)
-    assert len(Memory.seen) == 1
-
-
 def test_a_tracker_that_fails_is_said_once_and_the_others_go_on(tmp_path: Path, source: Path) -> None:
     told: list[str] = []
     play(tmp_path / "run", source, config_of(["failing", "exiting", "memory"]), 1, 4, tell=told.append)
@@ -162,13 +151,6 @@ def test_a_tracker_that_hangs_holds_up_neither_the_rounds_nor_the_end(tmp_path: 
         "hanging has not taken all rounds after 0.5 s; `fedguild resume` on the run's folder sends the rest."
     ]
     assert expected(source, 4) in Memory.runs.values()
-
-
-def test_a_damaged_note_of_what_was_sent_begins_anew(tmp_path: Path, source: Path) -> None:
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / TRACKING).write_text("[]")
-    play(tmp_path / "run", source, config_of(["memory"]), 1, 1)
-    assert Memory.runs == {"run 0": expected(source, 1)}
 
 
 @pytest.mark.parametrize(
