@@ -23,20 +23,6 @@ def test_a_round_reads_only_what_earlier_rounds_left(tmp_path):
     assert memory.load("client-000", before_round=5).scalars == {"rank": 4}
 
 
-def test_a_client_without_memory_has_an_empty_one(tmp_path):
-    memory = ClientMemory(tmp_path / "absent")
-    assert memory.load("client-000", before_round=9) == Payload()
-    memory.forget(3)
-
-
-def test_clients_do_not_see_each_other(tmp_path):
-    memory = ClientMemory(tmp_path)
-    memory.save("client-001", 1, kept(1))
-    memory.save("client-0011", 1, kept(11))
-    assert values(memory, "client-001", range(2, 3)) == [1]
-    assert values(memory, "client-000", range(2, 3)) == [None]
-
-
 def test_a_repeated_round_replaces_its_memory(tmp_path):
     memory = ClientMemory(tmp_path)
     memory.save("client-000", 1, kept(1))

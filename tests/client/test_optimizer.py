@@ -202,16 +202,6 @@ def test_clipping_reaches_only_the_slots_above_the_limit(backbone):
                 assert torch.allclose(before[slot][name] - value, grads[slot][name] * factor, rtol=1e-9, atol=1e-12)
 
 
-def test_forgetting_the_gradients(backbone):
-    with SlotModel(backbone, PLANS) as model:
-        optimizer = SlotOptimizer(model.trainables, TrainingSettings())
-        put_gradients(model, 0)
-        optimizer.zero_grad()
-        before = model.read(0)
-        optimizer.step((0.1, 0.1, 0.1))
-        assert all(torch.equal(before[name], value) for name, value in model.read(0).items())
-
-
 def trained(backbone, plans, seeds, settings, rates, *, masked=False):
     """Every slot's weights after steps with gradients, and experts left out, that depend on the slot's seed alone."""
     with SlotModel(backbone, plans) as model:

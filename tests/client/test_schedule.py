@@ -81,11 +81,6 @@ def test_learning_rates_of_four_steps(settings, expected):
     assert [learning_rate(training, step, 4, 1) for step in range(4)] == pytest.approx(expected)
 
 
-def test_the_rate_falls_from_round_to_round():
-    training = TrainingSettings(steps=1, learning_rate=8.0, round_decay=0.5)
-    assert [learning_rate(training, 0, 1, number) for number in (1, 2, 3)] == [8.0, 4.0, 2.0]
-
-
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize(("rounds", "warmup", "final"), [(1, 0, 0.1), (2, 0, 0.5), (9, 0, 0.1), (9, 3, 0.2), (4, 4, 1)])
 def test_the_rate_anneals_over_rounds_as_torchs_schedulers_do(schedule, rounds, warmup, final):
@@ -102,11 +97,6 @@ def test_the_factors_of_the_round_and_of_the_step_multiply():
         steps=4, learning_rate=8.0, lr_scheduler="linear", round_decay=0.5, round_schedule="linear", round_horizon=3
     )
     assert learning_rate(training, 1, 4, 2) == pytest.approx(8.0 * 0.5 * 0.55 * 0.75)
-
-
-def test_by_default_no_round_differs():
-    training = TrainingSettings(steps=1, learning_rate=0.3)
-    assert {learning_rate(training, 0, 1, number) for number in range(1, 99)} == {0.3}
 
 
 def test_a_rate_without_a_horizon_is_refused():

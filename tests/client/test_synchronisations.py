@@ -237,13 +237,6 @@ def test_of_a_further_expert_a_step_moves_its_own_weights_and_the_routers_scores
 
 
 @pytest.mark.long
-def test_a_kernel_has_no_number_of_groups_at_which_it_takes_another_way(monkeypatch):
-    let_run(monkeypatch, OURS, "meta")
-    operations = {train(meta_backbone(num_experts=64), slots, monkeypatch)[1] for slots in (15, 16, 17)}
-    assert len(operations) == 1
-
-
-@pytest.mark.long
 def test_a_layers_launches_do_not_grow_with_experts_or_slots(monkeypatch):
     """Operations of torch and launches of our kernels, of the layers that a deeper model has more."""
     let_run(monkeypatch, OURS, "meta")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +10,9 @@ import pytest
 from fedguild.client.budget import Budget
 from fedguild.config import load_config, presets
 from fedguild.core.errors import ConfigError, ModelError
+from fedguild.core.payload import Payload
 from fedguild.methods import METHODS, build_method
-from fedguild.model.backbone import describe_config
+from fedguild.model.backbone import Backbone, describe_config
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import adapter_shapes
 from fedguild.model.targets import fitting_targets
@@ -18,6 +20,7 @@ from fedguild.runs.setup import fitted, method_of, method_record
 from fedguild.server.method import Method
 from fedguild.server.settings import AveragingSettings
 from tests.backbones import tiny_backbone
+from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 from tests.methods.test_matrix import CASES
 
 KNOWN = (
@@ -82,6 +85,35 @@ def test_defaults_fit_every_family_that_a_method_supports(name: str, label: str,
         names_experts = {"router", "experts"} & set(given.get("targets", ()))
         fitted = {"targets": ("attention",)} if label in DENSE and names_experts else {}
     assert changed == fitted
+
+
+BY_BUDGET = ("a3smoe", "fed-sb", "fedsa-lora", "ffa-lora", "flame", "guild", "rolora", "smoe-llb", "ub-smoe")
+"""Methods whose clients run their budget's active experts, by their cases in the matrix."""
+
+
+@pytest.mark.parametrize("name", BY_BUDGET)
+def test_clients_run_their_budgets_experts(
+    name: str, tmp_path: Path, olmoe_backbone: Backbone, llama_backbone: Backbone
+) -> None:
+    method, model = (
+        build_method(name, {**CASES[name].options, "targets": ["attention", "experts"]}),
+        olmoe_backbone.info,
+    )
+    clients = [client(0, LARGE), client(1, MIDDLE), client(2, SMALL)]
+    federation = Federation(olmoe_backbone, method, clients, tmp_path)
+    state = federation.start()
+    for who in clients:
+        own = method.personalize(method.excerpt(state, model, who), model, who, Payload())
+        for plan in (method.plan(model, who.budget), own.plan):
+            assert (plan.active_experts, plan.rank) == (who.budget.active_experts, 2)
+    for active in (0, 9):
+        with pytest.raises(
+            ConfigError, match=rf"'x' has active_experts {active}, but tiny olmoe runs 4 of 8(.|\n)*1 to 4"
+        ):
+            method.plan(model, Budget("x", active, 2))
+    if not method.needs_experts:
+        dense = build_method(name, {"rank": 2, "targets": ["attention"]})
+        assert dense.plan(llama_backbone.info, LARGE).active_experts is None
 
 
 @pytest.mark.parametrize(

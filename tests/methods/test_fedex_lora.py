@@ -15,7 +15,6 @@ from fedguild.core.accounting import bytes_by_part
 from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.core.seeding import torch_rng
 from fedguild.methods.fedex_lora import FedExLoRA, FedExLoRASettings, residual
-from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.server.low_rank import by_module
@@ -47,21 +46,6 @@ def start(method: FedExLoRA, model: ModelInfo) -> Payload:
 
 def clients_of(*examples: int) -> list[ClientInfo]:
     return [client(index, LARGE, count) for index, count in enumerate(examples)]
-
-
-def test_two_clients_by_hand() -> None:
-    """B_1 A_1 = 2 · 1, B_2 A_2 = 4 · 5; the average is 11, of the factors 3 · 3 = 9: what is left is 2, times s = 10.
-
-    One factor pair says it: w_1 (B_1 - B_2)(A_1 - A) = 1/2 · (2 - 4) · (1 - 3) = 2.
-    """
-    clients = [
-        ({"q.lora_A": torch.tensor([[a]]), "q.lora_B": torch.tensor([[b]])}, 0.5) for a, b in ((1.0, 2.0), (5.0, 4.0))
-    ]
-    average = {"q.lora_A": torch.tensor([[3.0]]), "q.lora_B": torch.tensor([[3.0]])}
-    found = residual(clients, average, 10.0)["q"]
-    assert found.rank == 1
-    assert (found.down.item(), found.up.item()) == (10.0 * 0.5 * (1.0 - 3.0), 2.0 - 4.0)
-    assert (found.up @ found.down).item() == 20.0
 
 
 @pytest.mark.parametrize("clients", [2, 3, 5])
@@ -110,27 +94,6 @@ def test_adapter_and_backbone_are_together_the_exact_average(olmoe_backbone: Bac
         torch.testing.assert_close(product, product_of_averages(clients, shares, module), rtol=1e-5, atol=1e-5)
         apart = max(apart, float(change.abs().max()))
     assert apart > 0.1
-
-
-@pytest.mark.parametrize("weights", ["uniform", "size"])
-def test_its_adapter_is_fedits(olmoe_backbone: Backbone, weights: str) -> None:
-    method, model = fedex(weights=weights), olmoe_backbone.info
-    fedit = FedIT(FedITSettings(rank=3, alpha=6.0, targets=EVERYTHING, weights=weights))  # type: ignore[arg-type]
-    state, who = start(method, model), clients_of(2, 5, 8)
-    uploads = uploads_of(method, state, model, who)
-    theirs = fedit.aggregate(fedit.start(model, [LARGE], torch_rng(0, "start")), iter(uploads)).part("adapter")
-    ours = method.deploy(method.aggregate(state, iter(uploads)), model, LARGE)
-    assert ours is not None
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours.tensors[name], value, rtol=1e-6, atol=1e-6)
-
-
-def test_the_start_changes_nothing(olmoe_backbone: Backbone) -> None:
-    method, model = fedex(), olmoe_backbone.info
-    deployment = method.deploy(start(method, model), model, LARGE)
-    assert deployment is not None
-    assert deployment.merged == {}
-    assert not any((pair.up @ pair.down).any() for pair in by_module(deployment.tensors).values())
 
 
 def test_an_expert_that_nobody_activated_stays_bit_by_bit(olmoe_backbone: Backbone) -> None:
@@ -192,14 +155,6 @@ def test_the_residual_travels_with_one_rank_less_than_the_stack(olmoe_backbone: 
     state = federation.method.aggregate(state, iter(federation.train(state)))
     sent = bytes_by_part(federation.method.download(state, federation.model, federation.clients[0]))
     assert sent["merge"] == 2 * sent["adapter"]
-
-
-def test_clients_without_examples_change_nothing(olmoe_backbone: Backbone) -> None:
-    method, model = fedex(weights="size"), olmoe_backbone.info
-    state = start(method, model)
-    assert method.aggregate(state, iter(uploads_of(method, state, model, clients_of(0, 0)))) is state
-    assert method.aggregate(state, iter(())) is state
-    assert fedex().aggregate(state, iter(())) is state
 
 
 def test_the_scale(olmoe_backbone: Backbone) -> None:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
 from fedguild.config.training import TrainingSettings
-from fedguild.core.errors import ConfigError
 from fedguild.core.payload import ADAPTER, Payload
-from fedguild.core.seeding import torch_rng
 from fedguild.methods import build_method
 from fedguild.methods.fedsa_lora import FedSALoRA, factors
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import initial_adapter
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
 from tests.backbones import tiny_backbone, tiny_model
-from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
+from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors
 from tests.methods.test_matrix import train
 from tests.oracles.fedsa_lora import Loss, rounds
 from tests.oracles.lora import MergedModel
@@ -63,17 +58,6 @@ def own_models(federation: Federation, state: Payload, round: int) -> list[dict[
 
 
 # By hand, and against the equations
-
-
-@pytest.mark.parametrize(("weights", "expected"), [("size", 5.0), ("uniform", 4.0)])
-def test_two_clients_by_hand(weights: str, expected: float) -> None:
-    """|D_1| = 10, |D_2| = 30, A_1 = 2, A_2 = 6: (10 · 2 + 30 · 6) / 40 = 5, and (2 + 6) / 2 = 4."""
-    name = "model.layers.0.self_attn.q_proj.lora_A"
-    sent = [
-        upload(client(i, LARGE, n), adapter={name: torch.tensor([[a]])}) for i, n, a in ((0, 10, 2.0), (1, 30, 6.0))
-    ]
-    state = Payload.of({ADAPTER: {name: torch.zeros(1, 1)}})
-    assert fedsa(weights=weights).aggregate(state, iter(sent)).part(ADAPTER)[name].item() == expected
 
 
 def test_three_rounds_follow_the_equations(tmp_path: Path) -> None:
@@ -141,31 +125,6 @@ def test_a_alone_travels(olmoe_backbone: Backbone, tmp_path: Path) -> None:
         state = method.aggregate(state, iter(federation.train(state, round)))
 
 
-def test_the_upload_is_fedits_without_b(olmoe_backbone: Backbone) -> None:
-    ours, theirs = (
-        method.expected_upload(olmoe_backbone.info, client(0, LARGE), Payload())
-        for method in (fedsa(), build_method("fedit", {"rank": 2, "targets": TARGETS}))
-    )
-    assert ours == {name: shape for name, shape in theirs.items() if name.endswith("lora_A")}
-    assert 2 * len(ours) == len(theirs)
-
-
-def test_it_starts_with_the_a_of_fedit(olmoe_backbone: Backbone) -> None:
-    """And with the model as it was published, for everybody."""
-    method, model = fedsa(), olmoe_backbone.info
-    state = method.start(model, [LARGE], torch_rng(0, "start"))
-    whole = initial_adapter(model, method.plan(model, LARGE), torch_rng(0, "start"))
-    assert state.part(ADAPTER).keys() == factors(whole, "lora_A").keys()
-    assert all(torch.equal(value, whole[name]) for name, value in state.part(ADAPTER).items())
-    own = method.personalize(state, model, client(0, LARGE), Payload()).tensors
-    assert all(bool(value.any()) == name.endswith("lora_A") for name, value in own.items())
-
-
-def test_there_is_no_global_model(olmoe_backbone: Backbone) -> None:
-    method, model = fedsa(), olmoe_backbone.info
-    assert method.deploy(method.start(model, [LARGE], torch_rng(0, "start")), model, LARGE) is None
-
-
 # Edges
 
 
@@ -195,32 +154,3 @@ def test_a_client_that_lost_its_b_starts_again_from_zero(olmoe_backbone: Backbon
         file.unlink()
     (found,), (expected,) = lost.train(state, 2), new.train(state, 2)
     assert all(torch.equal(found.payload.tensors[name], value) for name, value in expected.payload.tensors.items())
-
-
-def test_a_late_upload_counts_with_the_others(olmoe_backbone: Backbone) -> None:
-    """A = (1 · 1 + 3 · 5) / 4 of an upload of this round and one of the round before."""
-    method, model = fedsa(), olmoe_backbone.info
-    state = method.start(model, [LARGE], torch_rng(0, "start"))
-    sent = [
-        upload(client(i, LARGE, n), adapter={name: torch.full_like(a, x) for name, a in state.part(ADAPTER).items()})
-        for i, n, x in ((0, 1, 1.0), (1, 3, 5.0))
-    ]
-    after = method.aggregate(state, iter([replace(sent[0], round=2), sent[1]]))
-    assert all(bool((value == 4.0).all()) for value in after.part(ADAPTER).values())
-
-
-def test_nobody_and_a_client_without_examples_change_nothing(olmoe_backbone: Backbone) -> None:
-    method, model = fedsa(), olmoe_backbone.info
-    state = method.start(model, [LARGE], torch_rng(0, "start"))
-    empty = upload(client(0, LARGE, 0), adapter={n: torch.ones_like(a) for n, a in state.part(ADAPTER).items()})
-    for sent in ([], [empty]):
-        after = method.aggregate(state, iter(sent))
-        assert all(torch.equal(after.part(ADAPTER)[name], value) for name, value in state.part(ADAPTER).items())
-
-
-def test_clients_run_their_budgets_experts(olmoe_backbone: Backbone, llama_backbone: Backbone) -> None:
-    plans = [fedsa().plan(olmoe_backbone.info, budget) for budget in (LARGE, MIDDLE, SMALL)]
-    assert [(plan.active_experts, plan.rank) for plan in plans] == [(4, 2), (2, 2), (1, 2)]
-    assert fedsa(targets=["attention"]).plan(llama_backbone.info, LARGE).active_experts is None
-    with pytest.raises(ConfigError, match="has active_experts 9"):
-        fedsa().plan(olmoe_backbone.info, type(LARGE)("big", 9, 2))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,12 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.core.codec import decode, encode
-from fedguild.core.errors import ConfigError, ModelError
 from fedguild.core.payload import ROUTING, Payload
-from fedguild.methods import build_method
-from fedguild.methods.fedit import FedIT
 from fedguild.methods.flame import Flame, FlameSettings
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
-from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles import flame as oracle
 from tests.oracles.aggregation import weighted_mean
@@ -72,30 +66,6 @@ def random_round(method: Flame, backbone: Backbone, clients: int) -> tuple[Paylo
 # Eq. 6 and 7
 
 
-def test_two_clients_by_hand() -> None:
-    """t = 2, |D_1| = 10, |D_2| = 30, a/S = (1/2, 1, 0) and (1/2, 1/2, 0).
-
-    Eq. 6: gamma_1 = (2.5, 10, 0), gamma_2 = (7.5, 7.5, 0). Eq. 7, A_1 = (4, 8, 1), A_2 = (8, 1, 2):
-    expert 0 (2.5 · 4 + 7.5 · 8) / 10 = 7, expert 1 (10 · 8 + 7.5 · 1) / 17.5 = 5, expert 2 as before.
-    Eq. 4 for the attention, 2 and 6: (10 · 2 + 30 · 6) / 40 = 5.
-    """
-    method = flame(temperature=2.0, rescaler="none")
-    expert, query = "model.layers.0.mlp.experts.up_proj.lora_A", "model.layers.0.self_attn.q_proj.lora_A"
-
-    def sent(index: int, examples: int, experts: list[float], attention: float, frequency: list[float]) -> Upload:
-        tensors = {expert: torch.tensor(experts).view(3, 1, 1), query: torch.tensor([[attention]])}
-        return with_frequency(upload(client(index, LARGE, examples), adapter=tensors), torch.tensor([frequency]))
-
-    first = sent(0, 10, [4.0, 8.0, 1.0], 2.0, [0.5, 1.0, 0.0])
-    second = sent(1, 30, [8.0, 1.0, 2.0], 6.0, [0.5, 0.5, 0.0])
-    assert in_layer_order(method.gamma(first)).tolist() == [[2.5, 10.0, 0.0]]
-    assert in_layer_order(method.gamma(second)).tolist() == [[7.5, 7.5, 0.0]]
-    state = Payload({f"adapter/{expert}": torch.full((3, 1, 1), -3.0), f"adapter/{query}": torch.zeros(1, 1)})
-    found = method.aggregate(state, iter([first, second])).tensors
-    torch.testing.assert_close(found[f"adapter/{expert}"].flatten(), torch.tensor([7.0, 5.0, -3.0]))
-    torch.testing.assert_close(found[f"adapter/{query}"], torch.tensor([[5.0]]))
-
-
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("frequency", [[[0.0, 0.0]], [[1.0, 0.0]], [[0.25, 0.5], [0.75, 1.0]], [[0.3]]])
 def test_gamma(temperature: float, frequency: list[list[float]]) -> None:
@@ -142,34 +112,6 @@ def test_by_k_i_a_budget_weighs_what_its_data_weigh() -> None:
     assert sums == pytest.approx([64.0, 1.0])
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.0, 8.0])
-def test_gamma_by_k_i(temperature: float) -> None:
-    frequency = [0.0, 0.25, 1.0, 0.75]
-    who = ClientInfo(0, Budget("four", 4, 1), 7)
-    found = flame(temperature=temperature, frequency_by_active=True).gamma(
-        upload(who, routing={experts_of(0): torch.tensor(frequency)})
-    )
-    expected = [oracle.gamma(value / 4, temperature, 7) for value in frequency]
-    assert found[experts_of(0)].tolist() == pytest.approx(expected)
-
-
-def test_temperature_zero_is_averaging_by_size(olmoe_backbone: Backbone) -> None:
-    """Also where nobody activated an expert, as 0^0 = 1."""
-    method = flame(temperature=0.0, rescaler="none")
-    state, uploads = random_round(method, olmoe_backbone, 4)
-    uploads = [with_frequency(sent, frequency_of(sent).index_fill(1, torch.tensor([5]), 0.0)) for sent in uploads]
-    fedit = FedIT(FedIT.Settings(rank=2, targets=method.settings.targets))
-    global_adapter = state.part("adapter")
-    plain = [
-        Upload(1, sent.client, Payload({n: v for n, v in sent.payload.tensors.items() if not n.startswith(ROUTING)}))
-        for sent in uploads
-    ]
-    expected = fedit.aggregate(Payload.of({"adapter": global_adapter}), plain).part("adapter")
-    found = Payload(method.aggregate(state, uploads).tensors).part("adapter")
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7)
-
-
 def test_an_expert_that_nobody_activated_keeps_its_global_value(olmoe_backbone: Backbone) -> None:
     method = flame(temperature=2.0, rescaler="none")
     state, uploads = random_round(method, olmoe_backbone, 3)
@@ -182,17 +124,6 @@ def test_an_expert_that_nobody_activated_keeps_its_global_value(olmoe_backbone: 
             continue
         same = [expert for expert in range(8) if torch.equal(found[name][expert], before[expert])]
         assert same == ([6] if name.startswith("adapter/model.layers.1.") else [])
-
-
-def test_layers_keep_their_frequencies_on_the_wire(tmp_path: Path) -> None:
-    """The codec sorts by name, layer 10 before layer 2; a layer's experts still get their own weights."""
-    backbone = tiny_backbone("olmoe", num_hidden_layers=12)
-    method = flame(temperature=2.0, rescaler="none", targets=("experts",), rank=1)
-    state, uploads = random_round(method, backbone, 2)
-    travelled = [replace(sent, payload=decode(encode(sent.payload))) for sent in uploads]
-    expected = method.aggregate(state, uploads).tensors
-    for name, value in method.aggregate(state, travelled).tensors.items():
-        torch.testing.assert_close(value, expected[name])
 
 
 # a_i^j and S_i
@@ -247,17 +178,6 @@ def test_the_frequency_is_a_slow_recount(
         torch.testing.assert_close(frequency, recount(passes, slot, active, unit), rtol=1e-6, atol=1e-7)
         if unit == "token":
             torch.testing.assert_close(frequency.sum(dim=1), torch.full((2,), float(active)))
-
-
-def test_a_recomputed_layer_is_counted_once(tmp_path: Path) -> None:
-    clients = [client(0, LARGE), client(1, SMALL)]
-    found = []
-    for checkpointing in (False, True):
-        backbone = tiny_backbone("olmoe", gradient_checkpointing=checkpointing)
-        federation = Federation(backbone, flame(), clients, tmp_path / str(checkpointing))
-        found.append([frequency_of(sent) for sent in federation.train(federation.start())])
-    for plain, recomputed in zip(*found, strict=True):
-        torch.testing.assert_close(plain, recomputed)
 
 
 # s_i
@@ -346,37 +266,3 @@ def test_a_clients_own_model_has_its_own_scale(olmoe_backbone: Backbone) -> None
     assert list(scales(mine.tensors).values()) == [2.5, 2.5]
     newcomer = method.personalize(state, model, client(1, SMALL), Payload())
     assert list(scales(newcomer.tensors).values()) == [1.0, 1.0]
-
-
-# bad input
-
-
-@pytest.mark.parametrize("active", [0, 5])
-def test_a_budget_beyond_the_models_top_k(active: int, olmoe_backbone: Backbone) -> None:
-    with pytest.raises(ConfigError, match=rf"'x' has active_experts {active}, but tiny olmoe runs 4 of 8(.|\n)*1 to 4"):
-        flame().plan(olmoe_backbone.info, Budget("x", active, 2))
-
-
-def test_every_budget_is_checked_at_the_start(olmoe_backbone: Backbone) -> None:
-    with pytest.raises(ConfigError, match="'x' has active_experts 9"):
-        flame().start(olmoe_backbone.info, [LARGE, Budget("x", 9, 2)], torch.Generator())
-
-
-def test_a_dense_model(llama_backbone: Backbone) -> None:
-    with pytest.raises(
-        ModelError, match=r"FLAME needs a mixture-of-experts model, but tiny llama \(llama\) has no(.|\n)*fedit"
-    ):
-        flame().plan(llama_backbone.info, LARGE)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "told"),
-    [
-        ("rank", 0, r"method\.rank: .*greater than or equal to 1, got 0"),
-        ("temperature", -1, r"method\.temperature: .*got -1\.\nIt is: t of Eq\. 6"),
-        ("rescaler", "learned", r"method\.rescaler: .*'per_layer', 'shared', 'static' or 'none', got 'learned'"),
-    ],
-)
-def test_options_out_of_range(option: str, value: object, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        build_method("flame", {option: value})

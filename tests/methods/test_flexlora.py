@@ -9,18 +9,12 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.core.accounting import bytes_by_part
-from fedguild.core.errors import ConfigError
 from fedguild.core.payload import Payload
-from fedguild.methods import build_method
 from fedguild.methods.flexlora import FlexLoRA, FlexLoRASettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
-from fedguild.server.aggregation import rank_axis
-from fedguild.server.low_rank import by_module, weighted_product
+from fedguild.server.low_rank import by_module
 from fedguild.server.method import Upload
-from fedguild.server.validation import check_upload
-from tests.measuring.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.flexlora import aggregate, orthonormal_rows, redistribute
 from tests.oracles.low_rank import dense_product
@@ -57,31 +51,6 @@ def products(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {module: dense_product(factors.down, factors.up) for module, factors in by_module(tensors).items()}
 
 
-def test_two_clients_by_hand() -> None:
-    """alpha = 2; n = 1, 3; r = 1, 2: ΔW = 1/4 · 2 · diag(8, 0) + 3/4 · 1 · diag(0, 4) = diag(4, 3).
-
-    At rank 1 that is diag(4, 0) with a scale of 2, so B = [2, 0]ᵀ; at rank 2 the scale is 1.
-    """
-    method, who = flexlora(rank=2, alpha=2.0), [client(0, SMALL, 1), client(1, MIDDLE, 3)]
-    sent = [
-        {f"{QUERY}.lora_A": torch.tensor([[2.0, 0.0]]), f"{QUERY}.lora_B": torch.tensor([[4.0], [0.0]])},
-        {
-            f"{QUERY}.lora_A": torch.tensor([[0.0, 2.0], [0.0, 0.0]]),
-            f"{QUERY}.lora_B": torch.tensor([[0.0, 5.0], [2.0, 7.0]]),
-        },
-    ]
-    before = Payload.of({"adapter": {f"{QUERY}.lora_A": torch.ones(2, 2), f"{QUERY}.lora_B": torch.zeros(2, 2)}})
-    state = method.aggregate(before, uploads_of(who, sent))
-    model = OLMOE  # only its description is asked for
-    for budget, up, down in (
-        (SMALL, [[2.0], [0.0]], [[1.0, 0.0]]),
-        (MIDDLE, [[4.0, 0.0], [0.0, 3.0]], [[1.0, 0.0], [0.0, 1.0]]),
-    ):
-        found = method.deploy(state, model, budget).tensors
-        torch.testing.assert_close(found[f"{QUERY}.lora_B"], torch.tensor(up))
-        torch.testing.assert_close(found[f"{QUERY}.lora_A"], torch.tensor(down))
-
-
 @pytest.mark.parametrize("ranks", [(2, 3, 5), (1,), (1, 1), (4, 4, 4, 4), (5, 1)])
 def test_every_rank_gets_the_best_approximation_of_the_average(
     ranks: tuple[int, ...], olmoe_backbone: Backbone
@@ -102,20 +71,6 @@ def test_every_rank_gets_the_best_approximation_of_the_average(
             expected = redistribute(update, rank, ALPHA)
             torch.testing.assert_close(dense_product(found.down, found.up), expected, rtol=1e-4, atol=1e-4)
         assert factors.rank == ranks[0]
-
-
-@pytest.mark.parametrize("ranks", [(2, 3, 5), (1,), (4, 20)])
-def test_the_full_rank_aggregate(ranks: tuple[int, ...], olmoe_backbone: Backbone) -> None:
-    """`weighted_product` is ΔW, whatever the ranks; stacked ranks may exceed a layer's width."""
-    who, sent = clients_of(ranks), adapters(olmoe_backbone.info, ranks)
-    examples = [one.examples for one in who]
-    shares = [n / sum(examples) * ALPHA / rank for n, rank in zip(examples, ranks, strict=True)]
-    found = dict(weighted_product(list(zip(sent, shares, strict=True))))
-    for module, factors in found.items():
-        own = [by_module(adapter)[module] for adapter in sent]
-        expected = aggregate([(one.down, one.up) for one in own], examples, ALPHA)
-        torch.testing.assert_close(dense_product(factors.down, factors.up), expected, rtol=1e-4, atol=1e-4)
-        assert factors.rank == sum(ranks)
 
 
 def test_a_client_that_does_not_train_changes_nothing(olmoe_backbone: Backbone, tmp_path: Path) -> None:
@@ -175,82 +130,3 @@ def test_a_layer_narrower_than_the_rank(olmoe_backbone: Backbone) -> None:
         assert (factors.down[..., width:, :] == 0).all()
         assert (factors.up[..., width:] == 0).all()
         assert factors.up[..., :width].abs().max() > 0
-
-
-@pytest.mark.parametrize("uploads", [0, 2])
-def test_a_round_without_weight_keeps_the_global_model(uploads: int, olmoe_backbone: Backbone) -> None:
-    model, sent = olmoe_backbone.info, adapters(olmoe_backbone.info, (3, 2))[:uploads]
-    who = [client(index, budget, 0) for index, budget in enumerate((LARGE, MIDDLE))][:uploads]
-    before = before_of(model, 3)
-    after = flexlora().aggregate(before, iter(uploads_of(who, sent)))
-    assert all(torch.equal(after.part("adapter")[name], value) for name, value in before.part("adapter").items())
-
-
-def test_a_client_without_examples_weighs_nothing(olmoe_backbone: Backbone) -> None:
-    model, sent = olmoe_backbone.info, adapters(olmoe_backbone.info, (3, 2))
-    who = [client(0, LARGE, 4), client(1, MIDDLE, 0)]
-    both = flexlora().aggregate(before_of(model, 3), uploads_of(who, sent))
-    alone = flexlora().aggregate(before_of(model, 3), uploads_of(who[:1], sent[:1]))
-    for module, product in products(dict(alone.part("adapter"))).items():
-        torch.testing.assert_close(products(dict(both.part("adapter")))[module], product, rtol=1e-4, atol=1e-5)
-
-
-def test_the_order_of_arrival_does_not_matter(olmoe_backbone: Backbone) -> None:
-    """Bit by bit: clients are stacked in the order of their index."""
-    model, who, sent = olmoe_backbone.info, clients_of((1, 2, 3)), adapters(olmoe_backbone.info, (1, 2, 3))
-    arrived = uploads_of(who, sent)
-    first, last = (flexlora().aggregate(before_of(model, 3), order) for order in (arrived, arrived[::-1]))
-    assert all(torch.equal(last.part("adapter")[name], value) for name, value in first.part("adapter").items())
-
-
-def test_a_round_of_mixed_budgets(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    clients = [client(0, LARGE, 4), client(1, SMALL, 3), client(2, MIDDLE, 5)]
-    federation = Federation(olmoe_backbone, flexlora(), clients, tmp_path)
-    state = federation.start()
-    for round in (1, 2):
-        uploads = federation.train(state, round)
-        for sent in uploads:
-            ranks = {value.shape[rank_axis(name)] for name, value in sent.payload.part("adapter").items()}
-            assert ranks == {sent.client.budget.rank}
-            expected = federation.method.expected_upload(federation.model, sent.client, Payload())
-            check_upload(sent.payload, expected, client="c")
-        state = federation.method.aggregate(state, iter(uploads))
-    assert not list(tmp_path.rglob("*.memory"))
-
-
-def test_the_traffic_of_a_round_on_olmoe() -> None:
-    """UB-SMoE, Table 15: ranks 6, 8, 12, 20 on attention and experts in bf16, on average 212.75 MiB each way."""
-    method, sizes = FlexLoRA(FlexLoRASettings()), []
-    for rank in (6, 8, 12, 20):
-        shapes = method.expected_upload(OLMOE, client(0, Budget("b", 8, rank)), Payload())
-        sent = Payload(
-            {name: torch.empty(shape, device="meta", dtype=torch.bfloat16) for name, shape in shapes.items()}
-        )
-        sizes.append(bytes_by_part(sent)["adapter"])
-    assert sum(sizes) / len(sizes) == 212.75 * 2**20
-
-
-def test_a_dense_model(llama_backbone: Backbone, tmp_path: Path) -> None:
-    method = flexlora(targets=("attention", "mlp"))
-    federation = Federation(llama_backbone, method, [client(0, LARGE), client(1, SMALL)], tmp_path)
-    state = federation.start()
-    state = method.aggregate(state, iter(federation.train(state)))
-    assert all(bool(value.isfinite().all()) for value in state.part("adapter").values())
-
-
-# bad input
-
-
-@pytest.mark.parametrize("rank", [0, 4])
-def test_a_budgets_rank_beyond_the_methods(rank: int, olmoe_backbone: Backbone) -> None:
-    with pytest.raises(ConfigError, match=rf"Budget 'x' has rank {rank}, but the global adapter has rank 3\."):
-        flexlora().start(olmoe_backbone.info, [LARGE, Budget("x", 4, rank)], torch.Generator())
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "told"),
-    [("rank", 0, r"method\.rank: .*got 0"), ("alpha", 0, r"method\.alpha: .*greater than 0, got 0")],
-)
-def test_options_out_of_range(option: str, value: object, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        build_method("flexlora", {option: value})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.fresh_adapter import ADAPTER_SEED
-from fedguild.client.merge_ledger import VERSION
 from fedguild.core.accounting import bytes_by_part
 from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.core.seeding import torch_rng
@@ -19,16 +17,13 @@ from fedguild.engines.local import LocalEngine
 from fedguild.methods.flexlora import FlexLoRA, FlexLoRASettings
 from fedguild.methods.flora import Flora, FloraSettings
 from fedguild.methods.florist import Florist, FloristSettings
-from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan
 from fedguild.server.engine import Task
 from fedguild.server.low_rank import by_module
 from fedguild.server.merge_history import echo, merges
 from fedguild.server.method import Upload
 from tests.backbones import tiny_backbone
-from tests.measuring.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors
 from tests.oracles.flora import exact_change
 from tests.oracles.low_rank import dense_product
@@ -68,25 +63,6 @@ def clients_of(*examples: int) -> list[ClientInfo]:
 
 def modules_of(upload: Upload) -> list[str]:
     return list(by_module(upload.payload.part(ADAPTER)))
-
-
-def test_two_clients_by_hand(olmoe_backbone: Backbone) -> None:
-    """alpha = 2, n = 1 and 3, ranks 1 and 2: the weights are 1/4 · 2/1 = 1/2 and 3/4 · 2/2 = 3/4, on A alone."""
-    method, model = flora(alpha=2.0, targets=("q_proj",)), olmoe_backbone.info
-    state = method.start(model, (SMALL, MIDDLE), torch_rng(0, "start"))
-    sent = (
-        (client(0, SMALL, 1), torch.tensor([[4.0, 0.0]]), torch.tensor([[1.0], [2.0]])),
-        (client(1, MIDDLE, 3), torch.tensor([[0.0, 4.0], [8.0, 0.0]]), torch.tensor([[3.0, 0.0], [0.0, 5.0]])),
-    )
-    uploads = [
-        Upload(1, who, Payload(with_part(ADAPTER, {f"{QUERY}.lora_A": down, f"{QUERY}.lora_B": up})))
-        for who, down, up in sent
-    ]
-    state = method.aggregate(state, uploads)
-    assert state.scalars[VERSION] == 1
-    found = merges(state)
-    assert torch.equal(found[f"1/{QUERY}.lora_A"], torch.tensor([[2.0, 0.0], [0.0, 3.0], [6.0, 0.0]]))
-    assert torch.equal(found[f"1/{QUERY}.lora_B"], torch.tensor([[1.0, 3.0, 0.0], [2.0, 0.0, 5.0]]))
 
 
 @pytest.mark.parametrize("scale", ["own", 2.0])
@@ -188,60 +164,3 @@ def test_downloads_are_the_stack_and_uploads_are_of_every_clients_rank(
     for one in who:
         parts = bytes_by_part(federation.method.download(state, federation.model, one))
         assert parts["merge"] == sum(sizes)
-
-
-def test_traffic_on_olmoe_in_bf16() -> None:
-    """UB-SMoE, Table 15: 212.75 MB up on average over the ranks 20, 12, 8 and 6; its 92 ranks go down to all."""
-    method, ranks = flora(targets=("attention", "experts")), (20, 12, 8, 6)
-    sizes = []
-    for rank in ranks:
-        shapes = method.expected_upload(OLMOE, client(0, Budget("b", 8, rank)), Payload())
-        sizes.append(2 * sum(math.prod(shape) for shape in shapes.values()) / 2**20)
-    assert sum(sizes) / len(sizes) == 212.75
-    assert 2 * sum(sizes) == 1702.0
-
-
-def test_an_expert_that_nobody_activated_stays_bit_by_bit(olmoe_backbone: Backbone) -> None:
-    method, model = flora(targets=("experts",)), olmoe_backbone.info
-    state, who = start(method, model), clients_of(2, 5)
-    uploads = trained(method, state, model, who)
-    for sent in uploads:
-        for name, value in sent.payload.part(ADAPTER).items():
-            if name.endswith("lora_B"):
-                value[3] = 0.0
-    after = method.aggregate(state, iter(uploads))
-    weights = {name: value.clone() for name, value in olmoe_backbone.model.state_dict().items()}
-    with olmoe_backbone.merged(merges(after)):
-        for layer in model.moe:
-            for name in (f"{layer.experts}.gate_up_proj", f"{layer.experts}.down_proj"):
-                changed = olmoe_backbone.model.state_dict()[name]
-                assert torch.equal(changed[3], weights[name][3])
-                assert not torch.equal(changed[2], weights[name][2])
-
-
-def test_one_client_alone_is_merged_whole(olmoe_backbone: Backbone) -> None:
-    method, model = flora(), olmoe_backbone.info
-    state, who = start(method, model), clients_of(7)
-    uploads = trained(method, state, model, who)
-    own = by_module(uploads[0].payload.part(ADAPTER))
-    found = merges(method.aggregate(state, iter(uploads)))
-    torch.testing.assert_close(found[f"1/{QUERY}.lora_A"], 3.0 * own[QUERY].down)
-    assert torch.equal(found[f"1/{QUERY}.lora_B"], own[QUERY].up)
-
-
-def test_clients_without_examples_change_nothing(olmoe_backbone: Backbone) -> None:
-    method, model = flora(), olmoe_backbone.info
-    state = start(method, model)
-    assert method.aggregate(state, iter(trained(method, state, model, clients_of(0, 0)))) is state
-    assert method.aggregate(state, iter(())) is state
-    some = trained(method, state, model, clients_of(0, 4))
-    alone = method.aggregate(state, iter(some[1:]))
-    both = method.aggregate(state, iter(some))
-    for module in modules_of(some[0]):
-        torch.testing.assert_close(change_of(merges(both), module), change_of(merges(alone), module))
-
-
-def test_the_plan_has_every_clients_own_scale(olmoe_backbone: Backbone) -> None:
-    model = olmoe_backbone.info
-    assert flora().plan(model, BUDGETS[2]) == AdapterPlan((Lora(5, 6.0 / 5, EVERYTHING),))
-    assert flora(scale=2.0).plan(model, BUDGETS[2]).lora.scale == 2.0

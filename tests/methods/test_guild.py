@@ -8,14 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from fedguild.core.payload import ADAPTER, Payload
+from fedguild.core.payload import ADAPTER
 from fedguild.methods import build_method
 from fedguild.methods.guild import Guild
 from fedguild.model.backbone import Backbone
 from fedguild.server.method import Method
-from fedguild.server.optimizer import server_step, takes_steps
-from tests.backbones import tiny_backbone
-from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
+from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 from tests.oracles import guild as oracle
 
 CLIENTS = (client(0, LARGE, 4), client(1, SMALL, 5), client(2, MIDDLE, 3), client(3, SMALL, 6))
@@ -85,32 +83,6 @@ def test_it_starts_in_its_basis(olmoe_backbone: Backbone) -> None:
             torch.testing.assert_close(gram, (9 * torch.eye(2)).expand_as(gram), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("clients", [1, 2, 5])
-def test_a_round_of_the_server_is_the_box(clients: int, olmoe_backbone: Backbone) -> None:
-    """With the server's step of 1.5."""
-    method, model = guild(), olmoe_backbone.info
-    state = method.start(model, [LARGE], torch.Generator().manual_seed(0))
-    plan = method.plan(model, LARGE)
-    uploads = [
-        upload(client(index, LARGE, 3 + 5 * index), adapter=random_tensors(model, plan, index))
-        for index in range(clients)
-    ]
-    assert takes_steps(method)
-    after = server_step(state, method.aggregate(state, iter(uploads)), step=1.5, momentum=0.0)
-    sizes = [sent.client.examples for sent in uploads]
-    for name, before in state.part(ADAPTER).items():
-        values = torch.stack([sent.payload.part(ADAPTER)[name].flatten() for sent in uploads])
-        for place in (0, -1, before.numel() // 2):
-            expected = oracle.theta(float(before.flatten()[place]), values[:, place].tolist(), sizes, 1.5)
-            assert float(after.part(ADAPTER)[name].flatten()[place]) == pytest.approx(expected, rel=1e-4, abs=1e-5)
-
-
-def test_no_upload_leaves_the_state(olmoe_backbone: Backbone) -> None:
-    method = guild()
-    state = method.start(olmoe_backbone.info, [LARGE, SMALL], torch.Generator().manual_seed(0))
-    assert_equal(dict(method.aggregate(state, iter(())).tensors), dict(state.tensors))
-
-
 # Line 7
 
 
@@ -135,23 +107,6 @@ def test_a_clients_own_model_lies_where_line_7_says(mix: float, olmoe_backbone: 
                 assert float(value.flatten()[place]) == pytest.approx(oracle.mixed(*numbers, mix), rel=1e-4, abs=1e-6)
 
 
-def test_a_client_that_never_took_part_has_the_global_model(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    federation = Federation(olmoe_backbone, guild(), CLIENTS, tmp_path)
-    method, model, state = federation.method, federation.model, federation.start()
-    state = method.aggregate(state, iter(federation.train(state, 1, (0, 1))))
-    own = method.personalize(method.excerpt(state, model, CLIENTS[3]), model, CLIENTS[3], Payload())
-    expected = method.deploy(state, model, SMALL)
-    assert expected is not None
-    assert own.plan == expected.plan
-    assert_equal(dict(own.tensors), dict(expected.tensors))
-
-
-@pytest.mark.parametrize("mix", ["own", 1.5, -0.1])
-def test_a_mix_that_is_none_is_refused(mix: Any) -> None:
-    with pytest.raises(ValueError, match="mix"):
-        guild(mix=mix)
-
-
 # Messages and memory
 
 
@@ -161,26 +116,3 @@ def test_a_client_keeps_one_adapter_at_most(mix: float, olmoe_backbone: Backbone
     sent = federation.train(federation.start())[0]
     kept = federation.memory.load(sent.client.name, 2)
     assert_equal(dict(kept.tensors), dict(sent.payload.tensors) if mix else {})
-
-
-def test_an_upload_is_the_lora_of_flames_and_nothing_else(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    sent = []
-    for method in (guild(), build_method("flame", {"rank": 2})):
-        federation = Federation(olmoe_backbone, method, CLIENTS, tmp_path / method.name)
-        tensors = federation.train(federation.start())[0].payload.tensors
-        sent.append({name: value.shape for name, value in tensors.items()})
-    assert sent[0] == {name: shape for name, shape in sent[1].items() if name.startswith("adapter/")} != sent[1]
-
-
-@pytest.mark.parametrize("family", ["mixtral", "deepseek_v3", "switch"])
-def test_other_families_train(family: str, tmp_path: Path) -> None:
-    backbone = tiny_backbone(family)
-    budgets = [LARGE, SMALL] if backbone.info.top_k >= 4 else [SMALL, SMALL]
-    who = [client(index, budget, 4) for index, budget in enumerate(budgets)]
-    federation = Federation(backbone, guild(), who, tmp_path)
-    state = federation.start()
-    for round in (1, 2):
-        state = federation.method.aggregate(state, iter(federation.train(state, round)))
-    for name, value in state.part(ADAPTER).items():
-        assert bool(value.isfinite().all()), name
-    assert any(bool(value.any()) for name, value in state.part(ADAPTER).items() if name.endswith("lora_B"))

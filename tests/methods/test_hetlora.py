@@ -10,25 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.core.accounting import bytes_by_part
-from fedguild.core.errors import ConfigError, UploadError
 from fedguild.core.payload import Payload, with_part
 from fedguild.engines.local import LocalEngine
-from fedguild.methods import build_method
-from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.methods.hetlora import RANKS, HetLoRA, HetLoRASettings, rank_of, tail_products, tail_start, whole_adapter
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import trainable_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.server.aggregation import rank_axis
 from fedguild.server.engine import Task
-from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
-from tests.measuring.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.hetlora import norm_of_products, padded_average, tail_penalty
 
@@ -225,41 +218,7 @@ def test_ranks_beyond_a_clients_own_stay_zero(
             assert not torch.equal(own.cpu(), received)
 
 
-def test_a_pruned_client_trains_as_one_of_that_budget(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    """Rank 1 of a budget of 3, and rank 1 of a budget of 1: the same update."""
-    sent = []
-    for budget in (LARGE, SMALL):
-        who = [client(0, budget)]
-        federation = Federation(olmoe_backbone, hetlora(penalty_weight=0.1), who, tmp_path)
-        state = state_of(adapter_of(federation.model, 3, 5), who)
-        (found,) = federation.train(Payload({**state.tensors, RANKS: torch.tensor([1])}))
-        sent.append(found.payload.part("adapter"))
-    assert sent[0].keys() == sent[1].keys()
-    for name, value in sent[0].items():
-        torch.testing.assert_close(value, sent[1][name], rtol=1e-5, atol=1e-6)
-
-
 # Lines 6 and 7: the average
-
-
-def test_two_clients_by_hand() -> None:
-    """B_1 A_1 = 1 · 3 = 3 at rank 2, B_2 A_2 = 1 at rank 1, so w = 3/4, 1/4; zeros stand for a rank that is missing."""
-    sent = [
-        upload(
-            client(0, MIDDLE),
-            adapter={f"{QUERY}.lora_A": torch.tensor([[3.0], [0.0]]), f"{QUERY}.lora_B": torch.tensor([[1.0, 2.0]])},
-        ),
-        upload(
-            client(1, SMALL),
-            adapter={f"{QUERY}.lora_A": torch.tensor([[1.0]]), f"{QUERY}.lora_B": torch.tensor([[1.0]])},
-        ),
-    ]
-    before = {f"{QUERY}.lora_A": torch.full((2, 1), 9.0), f"{QUERY}.lora_B": torch.full((1, 2), 9.0)}
-    state = state_of(before, [client(0, MIDDLE), client(1, SMALL)])
-    after = hetlora(rank=2).aggregate(state, iter(sent)).tensors
-    assert after[f"adapter/{QUERY}.lora_A"].tolist() == [[2.5], [0.0]]
-    assert after[f"adapter/{QUERY}.lora_B"].tolist() == [[1.0, 1.5]]
-    assert after[RANKS].tolist() == [2, 1]
 
 
 def assert_averaged(
@@ -333,15 +292,6 @@ def test_an_expert_that_one_client_trained(olmoe_backbone: Backbone) -> None:
     assert torch.equal(down[1:], before[f"{EXPERT}.lora_A"][2, 1:])
 
 
-@pytest.mark.parametrize("examples", [0, 5])
-def test_a_round_without_weight_keeps_the_global_model(examples: int, olmoe_backbone: Backbone) -> None:
-    model, who = olmoe_backbone.info, client(0, LARGE, 0)
-    before = state_of(adapter_of(model, 3, 99), [who])
-    uploads = [] if examples else [upload(who, adapter=adapter_of(model, 3, 0))]
-    after = hetlora(weights="size").aggregate(before, iter(uploads)).tensors
-    assert all(torch.equal(after[name], value) for name, value in before.tensors.items())
-
-
 def test_a_tail_that_is_not_whole_counts_as_pruned(olmoe_backbone: Backbone) -> None:
     model, who = olmoe_backbone.info, client(0, LARGE)
     head, tail = adapter_of(model, 2, 0), adapter_of(model, 1, 1)
@@ -370,103 +320,10 @@ def test_the_norm_of_an_adapter_beyond_the_range_of_fp32(scope: str, olmoe_backb
         )
 
 
-def test_an_upload_of_another_rank_is_refused(olmoe_backbone: Backbone) -> None:
-    model, who, method = olmoe_backbone.info, client(0, LARGE), hetlora(gamma=0.7)
-    state = state_of(adapter_of(model, 3, 99), [who])
-    expected = method.expected_upload(model, who, method.download(state, model, who))
-    for rank in (1, 3):
-        with pytest.raises(UploadError, match="is expected"):
-            check_upload(upload(who, adapter=adapter_of(model, rank, 0)).payload, expected, client="c")
-
-
 # What it equals, and what it costs
-
-
-def test_without_penalty_and_pruning_at_one_rank_it_is_fedit(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    """λ = 0, no pruning, weights by size: two rounds, bit by bit."""
-    clients, ends = [client(0, LARGE, 4), client(1, LARGE, 7)], []
-    plain = hetlora(penalty_weight=0.0, pruning=False, weights="size")
-    for method in (plain, FedIT(FedITSettings(rank=3, alpha=6.0, targets=EVERYTHING))):
-        federation = Federation(olmoe_backbone, method, clients, tmp_path / method.name)
-        state = federation.start()
-        for round in (1, 2):
-            state = method.aggregate(state, iter(federation.train(state, round)))
-        ends.append(method.deploy(state, federation.model, LARGE))
-    assert ends[0].plan == ends[1].plan
-    assert all(torch.equal(ends[0].tensors[name], value) for name, value in ends[1].tensors.items())
-
-
-def test_one_client_gets_its_own_ranks_back(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    federation = Federation(olmoe_backbone, hetlora(pruning=False), [client(0, MIDDLE)], tmp_path)
-    state = federation.start()
-    (sent,) = federation.train(state)
-    after = federation.method.aggregate(state, iter([sent]))
-    for name, value in sent.payload.part("adapter").items():
-        axis, found = rank_axis(name), after.tensors[f"adapter/{name}"]
-        assert torch.equal(found.narrow(axis, 0, 2), value)
-        assert torch.equal(found.narrow(axis, 2, 1), state.tensors[f"adapter/{name}"].narrow(axis, 2, 1))
-
-
-def test_a_rank_means_the_same_to_every_client(olmoe_backbone: Backbone) -> None:
-    plans = [hetlora().plan(olmoe_backbone.info, budget) for budget in (LARGE, MIDDLE, SMALL)]
-    assert [plan.rank for plan in plans] == [3, 2, 1]
-    assert {plan.lora.scale for plan in plans} == {2.0}
-    assert {plan.active_experts for plan in plans} == {None}
 
 
 def test_the_ranks_are_observed(olmoe_backbone: Backbone) -> None:
     state = Payload({RANKS: torch.tensor([3, 1])})
     (seen,) = hetlora().observe(state, olmoe_backbone.info)
     assert (seen.name, seen.values.tolist(), list(seen.rows)) == ("rank", [3.0, 1.0], ["client 0", "client 1"])
-
-
-def test_the_traffic_of_a_round_on_olmoe() -> None:
-    """UB-SMoE, Table 15: ranks 6, 8, 12, 20 on attention and experts in bf16, on average 212.75 MiB each way."""
-    method, sizes = HetLoRA(HetLoRASettings(rank=20)), []
-    for rank in (6, 8, 12, 20):
-        who = client(0, Budget("b", 8, rank))
-        down = trainable_shapes(OLMOE, method.plan(OLMOE, who.budget))
-        download = Payload(
-            with_part("adapter", {n: torch.empty(s, device="meta", dtype=torch.bfloat16) for n, s in down.items()})
-        )
-        up = method.expected_upload(OLMOE, who, download)
-        sent = Payload({name: torch.empty(shape, device="meta", dtype=torch.bfloat16) for name, shape in up.items()})
-        counted = bytes_by_part(sent)
-        assert counted["adapter"] + counted["tail"] == bytes_by_part(download)["adapter"]
-        sizes.append(bytes_by_part(download)["adapter"])
-    assert sum(sizes) / len(sizes) == 212.75 * 2**20
-
-
-def test_a_dense_model(llama_backbone: Backbone, tmp_path: Path) -> None:
-    method = hetlora(targets=("attention", "mlp"))
-    federation = Federation(llama_backbone, method, [client(0, LARGE), client(1, SMALL)], tmp_path)
-    state = federation.start()
-    uploads: list[Upload] = federation.train(state)
-    for sent in uploads:
-        download = method.download(state, federation.model, sent.client)
-        check_upload(sent.payload, method.expected_upload(federation.model, sent.client, download), client="c")
-    method.aggregate(state, iter(uploads))
-
-
-# bad input
-
-
-@pytest.mark.parametrize("rank", [0, 4])
-def test_a_budgets_rank_beyond_the_methods(rank: int, olmoe_backbone: Backbone) -> None:
-    with pytest.raises(ConfigError, match=rf"Budget 'x' has rank {rank}, but the global adapter has rank 3\."):
-        hetlora().start(olmoe_backbone.info, [LARGE, Budget("x", 4, rank)], torch.Generator())
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "told"),
-    [
-        ("gamma", 0, r"method\.gamma: .*greater than 0, got 0"),
-        ("gamma", 1.5, r"method\.gamma: .*less than or equal to 1, got 1\.5"),
-        ("penalty_weight", -1, r"method\.penalty_weight: .*got -1"),
-        ("minimum_rank", 0, r"method\.minimum_rank: .*got 0"),
-        ("weights", "n", r"method\.weights: .*'norm' or 'size', got 'n'"),
-    ],
-)
-def test_options_out_of_range(option: str, value: object, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        build_method("hetlora", {option: value})

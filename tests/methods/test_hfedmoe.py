@@ -14,7 +14,6 @@ from fedguild.config.training import TrainingSettings
 from fedguild.core.errors import ConfigError
 from fedguild.core.payload import ADAPTER, Payload
 from fedguild.engines.local import LocalEngine
-from fedguild.methods import build_method
 from fedguild.methods.hfedmoe import PREFERENCE, USAGE, HFedMoe, HFedMoeSettings
 from fedguild.methods.hfedmoe.importance import Importance, within_budget
 from fedguild.model.backbone import Backbone
@@ -110,40 +109,6 @@ def test_an_expert_of_negative_information_is_left_out_and_ties_go_to_the_first(
     assert within_budget(values[:1], [0.1]).tolist() == [[True, False, False, False]]
 
 
-def test_two_clients_by_hand() -> None:
-    """n = 10 and 30, u = (.5, .25, .1, .15) and (.1, .5, .1, .3) of 4 experts, tau = .8 / 4 = .2.
-
-    Experts (4, 8, 1, 2) and (8, 4, 2, 6): only the first counts, (10 · 8 + 30 · 4) / 40 = 5, nobody, only the second.
-    p = (.5 · .4, .25 · .8, 0, 0) and (0, .5 · .2, 0, .3 · 1): alpha = .4 and .4, so a router of 2 and 6 is 4.
-    Attention, 2 and 6: (10 · 2 + 30 · 6) / 40 = 5.
-    """
-    expert, query = f"{PATHS[0]}.up_proj.lora_A", "model.layers.0.self_attn.q_proj.lora_A"
-    router = f"{ROUTERS[0]}.lora_B"
-    method = hfedmoe(threshold=0.8)
-    rows = (
-        (0, 10, [4.0, 8.0, 1.0, 2.0], 2.0, [0.5, 0.25, 0.1, 0.15], [0.2, 0.2, 0.0, 0.0]),
-        (1, 30, [8.0, 4.0, 2.0, 6.0], 6.0, [0.1, 0.5, 0.1, 0.3], [0.0, 0.1, 0.0, 0.3]),
-    )
-    sent = [
-        upload(
-            client(index, LARGE, size),
-            adapter={
-                expert: torch.tensor(values).view(4, 1, 1),
-                query: torch.tensor([[other]]),
-                router: torch.tensor([[other]]),
-            },
-            usage={PATHS[0]: torch.tensor(used)},
-            preference={ROUTERS[0]: torch.tensor(preferred)},
-        )
-        for index, size, values, other, used, preferred in rows
-    ]
-    before = {expert: torch.full((4, 1, 1), -3.0), query: torch.zeros(1, 1), router: torch.zeros(1, 1)}
-    found = method.aggregate(Payload.of({ADAPTER: before}), iter(sent)).part(ADAPTER)
-    torch.testing.assert_close(found[expert].flatten(), torch.tensor([4.0, 5.0, -3.0, 6.0]))
-    torch.testing.assert_close(found[router], torch.tensor([[4.0]]))
-    torch.testing.assert_close(found[query], torch.tensor([[5.0]]))
-
-
 def test_aggregation_is_that_of_the_equations(olmoe_backbone: Backbone) -> None:
     """Three clients of unequal sizes, one without examples; every number of an expert and of a router."""
     method, rng, sizes = (
@@ -178,16 +143,6 @@ def test_aggregation_is_that_of_the_equations(olmoe_backbone: Backbone) -> None:
         else:
             expected = sum(a * x[0, 0].item() for a, x in zip(alphas, trained, strict=True)) / sum(alphas)
             assert found[name][0, 0].item() == pytest.approx(expected, rel=1e-5)
-
-
-def test_without_limits_it_is_fedit(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    """C_c of all experts, beta = 0 and tau = 0, without LoRA on the routers."""
-    targets, clients = ["attention", "experts"], [client(0, LARGE, 4), client(1, LARGE, 7)]
-    ours = Federation(olmoe_backbone, hfedmoe(targets=targets, redundancy=0.0, threshold=0.0), clients, tmp_path / "a")
-    theirs = Federation(olmoe_backbone, build_method("fedit", {"rank": 2, "targets": targets}), clients, tmp_path / "b")
-    found, expected = (one.method.aggregate(one.start(), iter(one.train(one.start()))) for one in (ours, theirs))
-    for name, value in expected.part(ADAPTER).items():
-        torch.testing.assert_close(found.part(ADAPTER)[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_moves_no_more_experts_than_the_budget_allows(olmoe_backbone: Backbone, tmp_path: Path) -> None:

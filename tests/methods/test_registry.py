@@ -92,6 +92,61 @@ def test_a_value_out_of_range_gets_its_help() -> None:
         build_method("flame", {"rank": "many"})
 
 
+OUT_OF_RANGE = (
+    ("fdlora", "synchronise_every", 0, r"greater than or equal to 1, got 0"),
+    ("fdlora", "outer_momentum", 1, r"less than 1, got 1"),
+    ("fdlora", "fusion_budget", 0, r"got 0\.\nIt is: pairs of weights"),
+    ("fdlora", "held_out", 0, r"greater than 0, got 0"),
+    ("fedalign-moe", "regularisation", -1, r"got -1\.\nIt is: lambda of Eq\. 11"),
+    ("fedalign-moe", "fixed_threshold", 2, r"less than or equal to 1, got 2"),
+    ("fedalign-moe", "gate", "shared", r"'private', 'uploaded' or 'averaged', got 'shared'"),
+    ("fedamole", "embedding_share", 1.0, r"less than 1"),
+    ("fedamole", "privacy_eta", 0, r"greater than 0"),
+    ("fedamole", "assignment", "best", r"'relevance', 'once', 'fixed' or 'random', got 'best'"),
+    ("fedavg", "gate", "averaged", r"'full', 'lora' or 'none', got 'averaged'"),
+    ("fedavg", "experts", True, r"got True"),
+    ("fedit", "alpha", 0, r"greater than 0, got 0"),
+    ("fedit", "weights", "n", r"'size' or 'uniform', got 'n'"),
+    ("fedmoe", "memory", {"small": 1.5}, r"got 1\.5"),
+    ("fedmoe", "memory_share", 0, r"got 0"),
+    ("fedmoe", "stage_one_rounds", 0, r"got 0"),
+    ("fedmoe", "label_smoothing", 1.0, r"got 1"),
+    ("fedprompt", "tokens", 0, r"greater than or equal to 1, got 0"),
+    ("fedprompt", "text", "", r"at least 1 character.*got ''"),
+    ("fedprox", "mu", -1, r"greater than or equal to 0, got -1\.\nIt is: mu of Eq\. 2"),
+    ("fedptuning", "width", 0, r"greater than or equal to 1, got 0"),
+    ("flame", "rank", 0, r"greater than or equal to 1, got 0"),
+    ("flame", "temperature", -1, r"got -1\.\nIt is: t of Eq\. 6"),
+    ("flame", "rescaler", "learned", r"'per_layer', 'shared', 'static' or 'none', got 'learned'"),
+    ("flexlora", "alpha", 0, r"greater than 0, got 0"),
+    ("florist", "threshold", 0.0, r"got 0"),
+    ("florist", "threshold", 1.1, r"got 1\.1"),
+    ("guild", "mix", 1.5, r"got 1\.5"),
+    ("hetlora", "gamma", 0, r"greater than 0, got 0"),
+    ("hetlora", "gamma", 1.5, r"less than or equal to 1, got 1\.5"),
+    ("hetlora", "penalty_weight", -1, r"got -1"),
+    ("hetlora", "minimum_rank", 0, r"got 0"),
+    ("hetlora", "weights", "n", r"'norm' or 'size', got 'n'"),
+    ("pfl-moe", "gate_share", 1.0, r"got 1"),
+    ("pfl-moe", "gate_epochs", 0, r"got 0"),
+    ("pfl-moe", "personal_from", 0, r"got 0"),
+    ("pfl-moe", "features", "logits", r"got 'logits'"),
+    ("smoe-llb", "balance_weight", -0.1, r"got -0\.1\.\nIt is: c_"),
+    ("smoe-llb", "z_weight", -1, r"got -1\.\nIt is: c_"),
+    ("ub-smoe", "targets", ["attention"], r"must include experts, which UB-SMoE balances"),
+    ("ub-smoe", "phi_max", -2.0, r"must be at least phi_min, -1\.0, got -2\.0"),
+    ("ub-smoe", "momentum", 1.5, r"got 1\.5\.\nIt is: zeta of Eq\. 14"),
+    ("ub-smoe", "scaling", "cubic", r"'inverse_root' or 'log', got 'cubic'"),
+    ("ub-smoe", "modulation", "all", r"'candidate', 'preserve' or 'none', got 'all'"),
+)
+
+
+@pytest.mark.parametrize(("name", "option", "value", "told"), OUT_OF_RANGE, ids=str)
+def test_a_value_out_of_its_options_range(name: str, option: str, value: object, told: str) -> None:
+    with pytest.raises(ConfigError, match=rf"method\.{option}.*: .*{told}"):
+        build_method(name, {option: value})
+
+
 def test_settings_cannot_be_changed_afterwards() -> None:
     settings = METHODS.load("flame").Settings()
     with pytest.raises(ValueError, match="frozen"):

@@ -13,9 +13,11 @@ from fedguild.client.cohort import Cohort, Step
 from fedguild.client.memory import ClientMemory
 from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded, collate
+from fedguild.methods import METHODS
+from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.server.method import Deployment
-from tests.methods.federation import Federation
+from tests.methods.federation import LARGE, Federation, client
 from tests.methods.test_matrix import CASES, cases_alike_long, fresh, train
 
 ROW = Encoded((1, 9, 4, 17, 22, 8, 30, 5), 2)
@@ -131,6 +133,17 @@ def test_as_received_is_what_the_slot_holds_before_the_next_first_step(
     train(federation, state, 3)
     for index, answer in found.items():
         assert_among(answer, at_start[index])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_before_the_first_round_every_model_is_the_published_one(name: str, tmp_path: Path) -> None:
+    """With all of the model's experts active; but a prompt is there from the start, and UB-SMoE renormalises."""
+    federation = fresh(name, tmp_path)
+    method, model, state = federation.method, federation.model, federation.start()
+    who = client(0, LARGE)
+    found = asked(federation, method.personalize(method.excerpt(state, model, who), model, who, Payload()))
+    plain = asked(federation, Deployment(AdapterPlan(()), {}))
+    assert torch.allclose(found, plain, atol=2e-5) == (name not in ("fedprompt", "fedptuning", "ub-smoe"))
 
 
 def kept_and_left(label: str, folder: Path) -> tuple[Federation, list[Payload], dict[str, tuple[Payload, Payload]]]:

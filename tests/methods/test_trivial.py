@@ -9,17 +9,14 @@ import torch
 
 from fedguild.client.budget import Budget
 from fedguild.core.accounting import bytes_by_part
-from fedguild.core.errors import ConfigError
 from fedguild.core.payload import Payload
 from fedguild.engines.local import LocalEngine
-from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT
 from fedguild.methods.trivial import Trivial, TrivialSettings, ranks
 from fedguild.model.backbone import Backbone
 from fedguild.server.engine import Task
 from fedguild.server.method import Method
-from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors, upload
-from tests.oracles.aggregation import weighted_mean
+from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client
 
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 7), client(2, MIDDLE, 3), client(3, SMALL, 1)]
 TARGETS = ("attention", "router", "experts")
@@ -39,21 +36,6 @@ def delivered(method: Method, backbone: Backbone, state: Payload, folder: Path) 
     engine = LocalEngine(backbone, federation.examples, SETTINGS, federation.memory, seed=1)
     tasks = [Task(1, who, method.download(state, federation.model, who)) for who in CLIENTS]
     return list(engine.train(method, federation.model, tasks))
-
-
-def test_two_clients_by_hand() -> None:
-    """n = 10 and 30. Budget a: 2 and 6, (10 · 2 + 30 · 6) / 40 = 5; budget b: 4 and -4, -2."""
-    names = [f"a/{QUERY}", f"b/{QUERY}"]
-    sent = [
-        upload(client(i, LARGE, n), adapter={name: torch.tensor([[v]]) for name, v in zip(names, values, strict=True)})
-        for i, n, values in ((0, 10, (2.0, 4.0)), (1, 30, (6.0, -4.0)))
-    ]
-    found = (
-        trivial()
-        .aggregate(Payload.of({"adapter": {name: torch.zeros(1, 1) for name in names}}), iter(sent))
-        .part("adapter")
-    )
-    assert [found[name].item() for name in names] == [5.0, -2.0]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
@@ -78,25 +60,6 @@ def test_a_budgets_federation_is_fedit_at_its_rank(
     assert deployed.plan == plain.plan
     assert deployed.tensors.keys() == plain.tensors.keys()
     assert all(torch.equal(deployed.tensors[name], value) for name, value in plain.tensors.items())
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_aggregation(count: int, olmoe_backbone: Backbone) -> None:
-    method, model = trivial(targets=("q_proj",)), olmoe_backbone.info
-    budgets = [LARGE, SMALL]
-
-    def everything(seed: int) -> dict[str, torch.Tensor]:
-        drawn = {budget.name: random_tensors(model, method.plan(model, budget), seed) for budget in budgets}
-        return {f"{budget}/{name}": value for budget, own in drawn.items() for name, value in own.items()}
-
-    before = everything(99)
-    sent = [upload(client(i, LARGE, 2 + 3 * i), adapter=everything(i)) for i in range(count)]
-    found = method.aggregate(Payload.of({"adapter": before}), iter(sent)).part("adapter")
-    assert found.keys() == before.keys()
-    for name, value in before.items():
-        values = [part.payload.tensors[f"adapter/{name}"] for part in sent]
-        expected = weighted_mean(values, [torch.tensor(float(part.client.examples)) for part in sent], value)
-        torch.testing.assert_close(found[name], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_every_budget_is_deployed_with_its_own_adapter(olmoe_backbone: Backbone) -> None:
@@ -143,16 +106,3 @@ def test_what_a_client_does_is_counted_for_all_budgets(olmoe_backbone: Backbone,
         sent = [bytes_by_part(runs[index].upload)["adapter"] for runs in single]
         assert bytes_by_part(delivery.upload)["adapter"] == sum(sent)
     assert olmoe_backbone.runtime.current is None
-
-
-def test_a_dense_model_and_bad_input(llama_backbone: Backbone, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"target\(s\) experts, router name no layer of tiny llama"):
-        trivial().start(llama_backbone.info, [LARGE], torch.Generator())
-    method = trivial(targets=("attention", "mlp"))
-    federation = Federation(llama_backbone, method, CLIENTS[:2], tmp_path)
-    state = federation.start()
-    after = method.aggregate(state, federation.train(state)).part("adapter")
-    assert after.keys() == state.part("adapter").keys()
-    assert all(bool(value.any()) for name, value in after.items() if name.endswith("lora_B"))
-    with pytest.raises(ConfigError, match=r"method\.rank: trivial has no such option"):
-        build_method("trivial", {"rank": 6})

@@ -277,13 +277,6 @@ def test_a_row_has_the_same_bits_alone_and_among_others(size):
     assert torch.equal(together[1][:1], alone[1])
 
 
-def test_every_piece_is_taken_once(number_of_threads):
-    sizes = (1,) * 500
-    rows, matrices = normal(500, 8, seed=1), normal(500, 8, 8, seed=2)
-    expected = by_loop(rows, matrices, sizes)
-    assert_near(groups_of(sizes).rows(rows, [matrices]), expected)
-
-
 def test_without_torchs_openmp_the_calling_thread_does_all(monkeypatch):
     def load(name):
         raise OSError(name)

@@ -151,29 +151,6 @@ def test_wide_products_are_for_the_tokens_where_half_of_all_pairs_are_routed(
     assert prefers_token_side(layer.tokens.to(dtype), plan) is expected
 
 
-@pytest.mark.usefixtures("layout")
-@pytest.mark.parametrize("way", ["pairs", "tokens"])
-def test_the_zeros_beyond_a_slots_rank_get_no_gradient(way):
-    layer = build(CASES["mixed ranks, scales and active experts"], torch.float32)
-    _, grads = by_view(layer, torch.float32, way=way)
-    for down, up in zip(grads[2::2], grads[3::2], strict=True):
-        for slot, rank in enumerate(layer.case.ranks):
-            assert down[slot, :, :rank].any()
-            assert not down[slot, :, rank:].any()
-            assert not up[slot, :, :, rank:].any()
-
-
-@pytest.mark.usefixtures("layout")
-@pytest.mark.parametrize("way", ["pairs", "tokens"])
-def test_a_slots_gradients_come_from_its_own_tokens_only(way):
-    layer = build(CASES["mixed ranks, scales and active experts"], torch.float64)
-    layer.upstream[layer.slot != 1] = 0.0
-    _, grads = by_view(layer, torch.float64, way=way)
-    for factor in grads[2:]:
-        assert factor[1].any()
-        assert not factor[[0, 2]].any()
-
-
 @pytest.mark.parametrize(
     ("threads", "dtype", "expected"),
     [(2, torch.float32, True), (2, torch.float64, True), (2, torch.bfloat16, False), (1, torch.float32, False)],

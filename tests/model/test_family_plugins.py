@@ -13,12 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, FlexOlmoConfig, GraniteMoeConfig
 
 from fedguild.core.errors import ConfigError, ModelError
-from fedguild.data.batches import Encoded, collate
 from fedguild.model.backbone import Backbone, describe_architecture, make_backbone
 from fedguild.model.families import FAMILIES
-from fedguild.model.slots import SlotModel
-from tests.backbones import PAD, lora_plan, random_adapter, random_rows
-from tests.oracles.lora import MergedModel
+from tests.backbones import PAD, lora_plan
+from tests.model.merged import assert_equal_to_merged
 from tests.plugins import install
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/real-models.md"
@@ -96,24 +94,7 @@ def test_slots_equal_their_merged_models_in_losses_and_gradients(family: str):
         lora_plan(3, 0.5, targets, 2, output_scale="per_layer"),
         lora_plan(1, 2.0, targets, output_scale="per_layer"),
     ]
-    rows = [[Encoded(tuple(ids), 2) for ids in random_rows([7, 5], seed)] for seed in range(2)]
-    adapters = [random_adapter(backbone.info, plan, seed) for seed, plan in enumerate(plans)]
-    with SlotModel(backbone, plans) as model:
-        for slot, adapter in enumerate(adapters):
-            model.load(slot, adapter)
-        losses = model.token_losses(collate(rows, PAD))
-        losses.sum().backward()
-        found = [{name: t.own(slot, of=t.stored.grad) for name, t in model.trainables.items()} for slot in range(2)]
-    plain = plain_model(family)
-    parts = losses.detach().split([sum(row.response_tokens for row in slot_rows) for slot_rows in rows])
-    for slot, (plan, adapter) in enumerate(zip(plans, adapters, strict=True)):
-        leaves = {name: value.clone().requires_grad_() for name, value in adapter.items()}
-        alone = MergedModel(plain, backbone.info, plan, leaves)
-        expected = torch.cat([alone.losses(row.input_ids, row.prompt_length) for row in rows[slot]])
-        assert torch.allclose(parts[slot], expected, rtol=1e-6, atol=1e-6)
-        grads = torch.autograd.grad(expected.sum(), list(leaves.values()))
-        for name, grad in zip(leaves, grads, strict=True):
-            assert torch.allclose(found[slot][name], grad, rtol=1e-5, atol=1e-6 * float(grad.abs().max() + 1)), name
+    assert_equal_to_merged(backbone, plain_model(family), plans, [[7, 5], [7, 5]])
 
 
 @pytest.mark.usefixtures("more_families")

@@ -13,11 +13,11 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.moe import dispatch as dispatch_module
 from fedguild.model.moe.low_rank import LowRank
-from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
+from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.slots import SlotModel
-from fedguild.model.targets import leaf
 from tests.backbones import END, PAD, lora_plan, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.model.kernels import let_run
+from tests.model.merged import assert_equal_to_merged
 from tests.oracles.lora import MergedModel
 
 FAMILIES = {
@@ -54,46 +54,12 @@ def mixed_plans(family: str, **kind) -> list[AdapterPlan]:
     ]
 
 
-def losses_and_gradients(backbone, plans, adapters):
-    with SlotModel(backbone, plans) as model:
-        for slot, adapter in enumerate(adapters):
-            model.load(slot, adapter)
-        losses = model.token_losses(collate(ROWS, PAD))
-        losses.sum().backward()
-        assert all(tensor.stored.grad is None for name, tensor in model.loaded.items() if name not in model.trainables)
-        gradients = [
-            {name: t.own(slot, of=t.stored.grad).clone() for name, t in model.trainables.items()}
-            for slot in range(len(plans))
-        ]
-    return losses.detach(), gradients
-
-
 @pytest.mark.usefixtures("layout")
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS.keys())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slots_equal_their_merged_models_in_losses_and_gradients(family, kind):
-    """One slot without rows; fp64."""
-    backbone = tiny_backbone(family, dtype=torch.float64)
-    plans = mixed_plans(family, **kind)
-    adapters = [random_adapter(backbone.info, plan, seed) for seed, plan in enumerate(plans)]
-    losses, found = losses_and_gradients(backbone, plans, adapters)
-    parts = losses.split([sum(row.response_tokens for row in rows) for rows in ROWS])
-    plain = tiny_model(family, dtype=torch.float64)
-    for slot, (plan, adapter) in enumerate(zip(plans, adapters, strict=True)):
-        names = set(trainable_shapes(backbone.info, plan))
-        assert names == {name for name in adapter if leaf(name) not in plan.lora.frozen} == found[slot].keys()
-        leaves = {name: value.clone().requires_grad_(name in names) for name, value in adapter.items()}
-        if not ROWS[slot]:
-            assert all(not gradient.any() for gradient in found[slot].values())
-            continue
-        alone = MergedModel(plain, backbone.info, plan, leaves)
-        expected = torch.cat([alone.losses(row.input_ids, row.prompt_length) for row in ROWS[slot]])
-        torch.testing.assert_close(parts[slot], expected, rtol=1e-6, atol=1e-6)
-        slow = torch.autograd.grad(expected.sum(), [leaves[name] for name in sorted(names)])
-        for name, gradient in zip(sorted(names), slow, strict=True):
-            assert gradient.any(), name
-            limit = 1e-6 * float(gradient.abs().max() + 1)
-            torch.testing.assert_close(found[slot][name], gradient, rtol=1e-5, atol=limit, msg=name)
+    backbone, plain = (make(family, dtype=torch.float64) for make in (tiny_backbone, tiny_model))
+    assert_equal_to_merged(backbone, plain, mixed_plans(family, **kind), [[7, 5], [], [9]])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -186,15 +152,6 @@ def test_cohorts_do_not_mix_what_is_frozen():
     plan = AdapterPlan((Lora(2, 1.0, ("attention",)),))
     others = [plan.with_lora(frozen=("lora_A",)), plan.with_lora(**BETWEEN)]
     assert len({each.cohort_key for each in (plan, *others)}) == 3
-
-
-def test_shapes(olmoe_backbone):
-    plan = lora_plan(3, 1.0, ("q_proj", "experts"), **BETWEEN)
-    first = "model.layers.0.mlp.experts.down_proj"
-    assert adapter_shapes(olmoe_backbone.info, plan)[f"{first}.lora_R"] == (8, 3, 3)
-    trained = trainable_shapes(olmoe_backbone.info, plan)
-    assert trained["model.layers.1.self_attn.q_proj.lora_R"] == (3, 3)
-    assert all(name.endswith("lora_R") for name in trained)
 
 
 def test_bad_plans_say_what_is_wrong():

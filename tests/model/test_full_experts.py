@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from fedguild.core.errors import ModelError
 from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora
-from fedguild.model.backbone import Backbone
 from fedguild.model.moe import dispatch as dispatch_module
 from fedguild.model.moe import products
 from fedguild.model.moe.dispatch import dispatch
@@ -22,10 +18,9 @@ from fedguild.model.moe.full import FullChange
 from fedguild.model.plan import AdapterPlan, trainable_shapes
 from fedguild.model.slots import SlotModel
 from tests.backbones import MOE_FAMILIES, PAD, random_adapter, random_rows, tiny_backbone, tiny_model
-from tests.client.clients import SETTINGS, distance, first_gradients, flat, make_clients
 from tests.model.kernels import let_run
 from tests.model.layers import FULL_CASES, build, by_loop, by_view, worst
-from tests.oracles.lora import MergedModel
+from tests.model.merged import assert_equal_to_merged
 
 FULL = AdapterPlan((FullExperts(),))
 
@@ -96,26 +91,6 @@ def test_the_products_of_a_hopper_gpu_are_such_as_it_takes(hidden, width, groups
             assert operand.storage_offset() * 2 % 16 == 0
 
 
-def test_two_slots_by_hand():
-    """One expert with h = g·u and W = 1 everywhere; x = 3 in both slots, weights 0.5; slot 1 adds 1 to gate.
-
-    Slot 0: g = 3, u = 3, y = h = 9. Slot 1: g = 6, u = 3, y = h = 18.
-    """
-    one = torch.ones(1, 1, 1, dtype=torch.float64)
-    gate, up, down = (torch.zeros(1, 2, 1, 1, dtype=torch.float64) for _ in range(3))
-    gate[0, 1] = 1.0
-    leaves = [leaf.requires_grad_() for leaf in (torch.full((2, 1), 0.5, dtype=torch.float64), gate, up, down)]
-    frozen = FrozenExperts(one.expand(1, 2, 1), one, lambda z: z[:, :1] * z[:, 1:])
-    plan = dispatch(torch.zeros(2, 1, dtype=torch.int64), torch.tensor([0, 1]), None, experts=1, slots=2)
-    out = run_experts(3.0 * one[0].expand(2, 1), leaves[0], plan, lambda: frozen, None, None, (gate, up, down))
-    weights, d_gate, d_up, d_down = torch.autograd.grad(out.sum(), leaves)
-    assert out.flatten().tolist() == [4.5, 9.0]
-    assert weights.flatten().tolist() == [9.0, 18.0]
-    assert d_gate.flatten().tolist() == [4.5, 4.5]
-    assert d_up.flatten().tolist() == [4.5, 9.0]
-    assert d_down.flatten().tolist() == [4.5, 9.0]
-
-
 def test_experts_without_a_gate_equal_their_formula():
     """y = w (V + D_v) relu((U + D_u) x), as SwitchTransformers' experts; three experts, the last without tokens."""
     rng = torch.Generator().manual_seed(3)
@@ -145,49 +120,17 @@ def test_experts_without_a_gate_equal_their_formula():
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
-def test_a_slots_gradients_come_from_its_own_tokens_only():
-    layer = build(FULL_CASES["mixed ranks, scales and active experts"], torch.float64)
-    layer.upstream[layer.slot != 1] = 0.0
-    _, grads = by_view(layer, torch.float64)
-    for change in grads[2:]:
-        assert change[1].any()
-        assert not change[[0, 2]].any()
-
-
 def batch_of(lengths: list[list[int]]) -> SlotBatch:
     rows = [[Encoded(tuple(ids), 2) for ids in random_rows(each, seed)] for seed, each in enumerate(lengths)]
     return collate(rows, PAD)
-
-
-def assert_merged_models(family: str, backbone: Backbone, plans: list[AdapterPlan], lengths: list[list[int]]) -> None:
-    """Random slots have the losses and gradients of plain models with merged weights; fp64, routing weights fp32."""
-    adapters = [random_adapter(backbone.info, plan, seed) for seed, plan in enumerate(plans)]
-    with SlotModel(backbone, plans) as model:
-        for slot, adapter in enumerate(adapters):
-            model.load(slot, adapter)
-        losses = model.token_losses(batch_of(lengths))
-        losses.sum().backward()
-        found = [{n: t.own(slot, of=t.stored.grad) for n, t in model.trainables.items()} for slot in range(len(plans))]
-    plain = tiny_model(family, dtype=torch.float64)
-    parts = losses.detach().split([sum(length - 2 for length in own) for own in lengths])
-    for slot, (plan, adapter) in enumerate(zip(plans, adapters, strict=True)):
-        if not lengths[slot]:
-            assert not any(grad.any() for grad in found[slot].values())
-            continue
-        leaves = {name: value.clone().requires_grad_() for name, value in adapter.items()}
-        alone = MergedModel(plain, backbone.info, plan, leaves)
-        expected = torch.cat([alone.losses(ids, 2) for ids in random_rows(lengths[slot], slot)])
-        torch.testing.assert_close(parts[slot], expected.detach(), rtol=1e-6, atol=1e-6)
-        for name, grad in zip(leaves, torch.autograd.grad(expected.sum(), list(leaves.values())), strict=True):
-            assert worst(found[slot][name], grad) < 1e-5, name
-            assert grad.any(), name
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_slots_equal_their_merged_models(family):
     """Mixed active experts, a slot without rows, LoRA on the routers."""
     plans = [AdapterPlan((Lora(1, 1.0, ("router",)), FullExperts()), active) for active in (2, None, 3)]
-    assert_merged_models(family, tiny_backbone(family, dtype=torch.float64), plans, [[7, 5], [], [9]])
+    backbone, plain = (make(family, dtype=torch.float64) for make in (tiny_backbone, tiny_model))
+    assert_equal_to_merged(backbone, plain, plans, [[7, 5], [], [9]], near=1e-5)
 
 
 def test_deepseek_with_full_experts_and_full_routers():
@@ -197,7 +140,9 @@ def test_deepseek_with_full_experts_and_full_routers():
     assert any(".shared_experts." in linear.name for linear in backbone.info.linears)
     parts = (Lora(1, 1.0, ("mlp",)), FullExperts(), FullRouter())
     plans = [AdapterPlan(parts, active) for active in (4, 2)]
-    assert_merged_models("deepseek_v2 grouped", backbone, plans, [[7, 5], [9]])
+    assert_equal_to_merged(
+        backbone, tiny_model("deepseek_v2 grouped", dtype=torch.float64), plans, [[7, 5], [9]], near=1e-5
+    )
     assert not layer.logit_terms
     assert layer.expert_delta is None
 
@@ -221,32 +166,6 @@ def test_deepseek_keeps_to_its_groups_on_changed_logits():
         assert len(groups) == 2
 
 
-def full_clients(backbone):
-    """The eight clients of tests/client, with full experts in place of LoRA on them."""
-    clients = []
-    for index, client in enumerate(make_clients(backbone)):
-        plan = client.plan.with_lora(targets=("attention", "router"))
-        plan = replace(plan, parts=(*plan.parts, FullExperts()))
-        clients.append(replace(client, plan=plan, start=random_adapter(backbone.info, plan, index, size=0.2)))
-    return clients
-
-
-def test_gradients_in_a_cohort_of_eight_equal_those_alone(olmoe_backbone):
-    clients = full_clients(olmoe_backbone)
-    for client, found in zip(clients, first_gradients(olmoe_backbone, clients, SETTINGS), strict=True):
-        (alone,) = first_gradients(olmoe_backbone, [client], SETTINGS)
-        assert distance(flat(found), flat(alone)) < 1e-5, client.info.name
-
-
-def test_gradients_are_equal_under_checkpointing():
-    plain, checkpointing = (tiny_backbone("olmoe", gradient_checkpointing=on) for on in (False, True))
-    clients = full_clients(plain)[:3]
-    for found, expected in zip(
-        first_gradients(checkpointing, clients, SETTINGS), first_gradients(plain, clients, SETTINGS), strict=True
-    ):
-        assert all(torch.equal(found[name], grad) for name, grad in expected.items())
-
-
 def test_they_start_as_the_backbone_and_leave_it_when_they_close(olmoe_backbone):
     plain = tiny_model("olmoe")
     batch = batch_of([[6]])
@@ -260,14 +179,6 @@ def test_they_start_as_the_backbone_and_leave_it_when_they_close(olmoe_backbone)
         torch.testing.assert_close(olmoe_backbone.model(ids).logits, plain(ids).logits)
 
 
-def test_they_start_at_zero(olmoe_backbone):
-    rng = torch.Generator()
-    for name, shape in trainable_shapes(olmoe_backbone.info, FULL).items():
-        start = FULL.parts[0].initial(name, shape, rng)
-        assert tuple(start.shape) == shape
-        assert not start.any()
-
-
 def test_what_is_trained_and_how_it_is_stored(olmoe_backbone):
     shapes = trainable_shapes(olmoe_backbone.info, FULL)
     assert len(shapes) == 2 * 3
@@ -278,8 +189,3 @@ def test_what_is_trained_and_how_it_is_stored(olmoe_backbone):
         stored = model.trainables[f"{experts}.down_proj.delta"]
         assert tuple(stored.stored.shape) == (8, 3, 16, 8)
         assert stored.decays
-
-
-def test_a_dense_model_has_no_experts_to_train(llama_backbone):
-    with pytest.raises(ModelError, match="Training experts in full needs a mixture-of-experts model"):
-        trainable_shapes(llama_backbone.info, FULL)

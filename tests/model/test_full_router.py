@@ -9,7 +9,6 @@ from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded, collate
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.plan import AdapterPlan, trainable_shapes
-from fedguild.model.slot_products import slot_rows
 from fedguild.model.slots import SlotModel
 from tests.backbones import END, PAD, random_rows, tiny_backbone, tiny_model
 
@@ -35,26 +34,6 @@ def test_shapes_and_start(olmoe_backbone):
         assert not start.any()
         layout = FullRouter().layout(name, shape, torch.float32)
         assert (layout.shape, layout.axis, layout.decays) == (shape, 0, True)
-
-
-def test_a_dense_model_has_no_router(llama_backbone):
-    assert FullRouter().shapes(llama_backbone.info) == {}
-
-
-@pytest.mark.parametrize("rows", [(3,), (2, 2), (1, 0, 4), (0, 2)])
-def test_every_row_meets_its_own_slots_matrix(rows):
-    """Values and gradients, three tokens a row, against one token at a time."""
-    rng = torch_rng(0, "rows")
-    hidden = torch.randn(3 * sum(rows), 5, generator=rng, dtype=torch.float64, requires_grad=True)
-    weight = torch.randn(len(rows), 4, 5, generator=rng, dtype=torch.float64, requires_grad=True)
-    out = torch.randn(3 * sum(rows), 4, generator=rng, dtype=torch.float64)
-    owner = [slot for slot, count in enumerate(rows) for _ in range(3 * count)]
-    found = slot_rows(hidden, weight, rows)
-    expected = torch.stack([weight[slot] @ hidden[token] for token, slot in enumerate(owner)])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
-    mine = torch.autograd.grad(found, (hidden, weight), out)
-    for gradient, slow in zip(mine, torch.autograd.grad(expected, (hidden, weight), out), strict=True):
-        torch.testing.assert_close(gradient, slow, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", ROUTED)
@@ -83,19 +62,3 @@ def test_a_slots_model_is_one_with_other_routers(family, counts):
                 source, decoded = torch.tensor([[*row.input_ids[:1], END]]), torch.tensor([[PAD, *row.input_ids[1:-1]]])
                 logits = plain(source, decoder_input_ids=decoded).logits[0]
             torch.testing.assert_close(part, torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
-
-
-def test_the_backbone_is_as_it_was(olmoe_backbone):
-    before = {name: value.clone() for name, value in olmoe_backbone.model.state_dict().items()}
-    rows = [encoded([6], 0)]
-    with SlotModel(olmoe_backbone, [PLAN]) as model:
-        start = model.token_losses(collate(rows, PAD))
-        model.load(0, random_deltas(olmoe_backbone.info, 3))
-        changed = model.token_losses(collate(rows, PAD))
-        changed.sum().backward()
-        assert all(trainable.stored.grad.any() for trainable in model.trainables.values())
-    assert not torch.allclose(start, changed)
-    assert all(not layer.logit_terms for layer in olmoe_backbone.moe)
-    assert all(torch.equal(value, before[name]) for name, value in olmoe_backbone.model.state_dict().items())
-    with SlotModel(olmoe_backbone, [PLAN]) as model:
-        torch.testing.assert_close(model.token_losses(collate(rows, PAD)), start, rtol=0, atol=0)

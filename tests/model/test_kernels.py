@@ -41,8 +41,8 @@ def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Te
     [
         (MIXED, torch.float64),
         pytest.param(MIXED, torch.bfloat16, marks=pytest.mark.long),
-        ("a slot without rows", torch.float32),
-        ("one expert for all", torch.float32),
+        pytest.param("a slot without rows", torch.float32, marks=pytest.mark.long),
+        pytest.param("one expert for all", torch.float32, marks=pytest.mark.long),
     ],
 )
 def test_experts_by_the_kernel_equal_the_loop(name, dtype, monkeypatch):
@@ -51,6 +51,7 @@ def test_experts_by_the_kernel_equal_the_loop(name, dtype, monkeypatch):
     assert_equals_the_loop(build(CASES[name], dtype), dtype, TOLERANCES[dtype], way="side by side")
 
 
+@pytest.mark.long
 def test_only_gradients_that_are_needed_are_computed(monkeypatch):
     let_run(monkeypatch, {"low-rank"})
     layer = build(CASES["one slot"], torch.float64)

@@ -8,7 +8,6 @@ from torch import nn
 
 from fedguild.core.seeding import torch_rng
 from fedguild.model.adapters.lora import Lora, slot_product
-from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.adapters.storage import padded_rank
 
 IN, OUT, RANK = 6, 5, 3
@@ -57,10 +56,6 @@ def test_a_starts_as_torchs_kaiming_uniform_and_b_at_zero():
     assert torch.equal(value, lora.initial("layer.lora_A", (64, 400), torch_rng(3, "start")))
     assert not lora.initial("layer.lora_B", (8, 3), torch_rng(3, "start")).any()
     assert not lora.initial("layer.lora_R", (3, 3), torch_rng(3, "start")).any()
-
-
-def test_an_output_scale_starts_where_it_is_told():
-    assert OutputScale("shared", 2.5).initial("output_scale", (), torch_rng(3, "start")).item() == 2.5
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,6 @@ from tests.backbones import (
     tiny_backbone,
     tiny_model,
 )
-from tests.oracles.lora import MergedModel
 
 LENGTHS = ([12, 3], [], [7], [2, 2, 9])
 """Tokens of each slot's rows; the second slot has none."""
@@ -90,34 +89,6 @@ def test_losses_and_gradients_equal_those_with_padding(family, devices, monkeypa
         assert grad.any(), name
 
 
-@pytest.mark.parametrize("family", ["olmoe", "llama"])
-def test_losses_equal_those_of_each_row_alone(family):
-    backbone, plans, rows = tiny_backbone(family, dtype=torch.float64), plans_of(family), rows_of()
-    losses, _, tokens = losses_and_gradients(backbone, plans)
-    plain = tiny_model(family, dtype=torch.float64)
-    with torch.no_grad():
-        expected = torch.cat(
-            [
-                MergedModel(plain, backbone.info, plan, random_adapter(backbone.info, plan, slot)).losses(
-                    row.input_ids, 1
-                )
-                for slot, plan in enumerate(plans)
-                for row in rows[slot]
-            ]
-        )
-    assert tokens == 35
-    assert torch.allclose(losses, expected, rtol=1e-6 if family in MOE_FAMILIES else 1e-11)
-
-
-def test_recomputed_layers_are_packed_alike():
-    plans = plans_of("olmoe", dropout=0.3)
-    plain, again = (tiny_backbone("olmoe", gradient_checkpointing=on) for on in (False, True))
-    losses, grads, _ = losses_and_gradients(plain, plans)
-    losses_again, grads_again, _ = losses_and_gradients(again, plans)
-    assert torch.equal(losses, losses_again)
-    assert all(torch.equal(grad, grads_again[name]) for name, grad in grads.items())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_lower_precision_is_near(dtype):
     backbone, plans = tiny_backbone("olmoe", dtype=dtype, initializer_range=0.1), plans_of("olmoe")
@@ -125,17 +96,6 @@ def test_lower_precision_is_near(dtype):
     backbone.packs = False
     padded_losses, _, _ = losses_and_gradients(backbone, plans)
     assert torch.allclose(losses, padded_losses, atol=1e-5 if dtype is torch.float32 else 0.15)
-
-
-def test_statistics_count_the_same_tokens(olmoe_backbone):
-    counts = []
-    for packs in (True, False):
-        olmoe_backbone.packs = packs
-        with SlotModel(olmoe_backbone, plans_of("olmoe")) as model, model.collect_routing() as routing:
-            model.token_losses(collate(rows_of(), PAD))
-        counts.append((routing.counts, routing.tokens))
-    olmoe_backbone.packs = True
-    assert all(torch.equal(*pair) for pair in zip(*counts, strict=True))
 
 
 def test_a_batch_with_little_padding_stays_as_it_is(olmoe_backbone):

@@ -101,9 +101,3 @@ def test_frequencies_by_token_and_by_step():
     assert statistics.step_hits.tolist() == [[[2, 1, 0], [1, 1, 0]]]
     assert statistics.frequency("token").tolist() == [[[7 / 8, 1 / 8, 0.0], [1.0, 1.0, 0.0]]]
     assert statistics.frequency("step").tolist() == [[[1.0, 0.5, 0.0], [1.0, 1.0, 0.0]]]
-
-
-def test_a_slot_that_saw_nothing_has_frequency_zero():
-    statistics = RoutingStatistics.empty(2, 1, 3, torch.device("cpu"))
-    assert statistics.frequency("token").tolist() == [[[0.0] * 3]] * 2
-    assert statistics.frequency("step").tolist() == [[[0.0] * 3]] * 2

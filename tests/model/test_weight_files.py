@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from fedguild.core.errors import ModelError
 from fedguild.model import pretrained, weight_files
 from fedguild.model.backbone import inspect_model
-from fedguild.model.weight_files import INDEX, WEIGHTS, read_shapes
+from fedguild.model.weight_files import INDEX, WEIGHTS
 from tests.backbones import FAMILIES
 from tests.runs.runs import save_model
 
@@ -126,11 +126,6 @@ def test_a_weight_file_that_is_not_whole(folder: Path, spoil: Spoil, message: st
         inspect_model(str(folder))
     assert str(caught.value).startswith(str(folder / WEIGHTS))
     assert "download it again" in caught.value.hint
-
-
-def test_shapes_are_those_of_the_tensors(folder: Path) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    assert read_shapes(folder / WEIGHTS) == {name: tuple(tensor.shape) for name, tensor in tensors.items()}
 
 
 def test_weights_in_several_files(shards: Path) -> None:

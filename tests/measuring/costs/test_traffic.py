@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config.training import TrainingSettings
 from fedguild.core.accounting import HEADER, bytes_by_part
 from fedguild.core.codec import encode
@@ -220,9 +219,3 @@ def test_small_tensors_are_drawn_as_without_the_mode() -> None:
     with ShapesOnly(limit=8):
         again = torch.rand(2, generator=torch.Generator().manual_seed(3))
     assert torch.equal(drawn, again)
-
-
-def test_the_clients_of_other_budgets_do_not_matter_to_a_method_of_one_rank(tmp_path: Path) -> None:
-    model, method = fresh("fedit", tmp_path).model, build_method("fedit", {"rank": 2})
-    few = exchanges(method, model, [ClientInfo(0, Budget("a", 2, 2), 5)], rounds=1)
-    assert few.rounds[0][0].upload == exchanges(method, model, CLIENTS, rounds=1).rounds[0][2].upload

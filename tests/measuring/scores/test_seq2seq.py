@@ -10,7 +10,6 @@ import torch
 from fedguild.data.batches import Seq2Seq, encode
 from fedguild.data.example import Example
 from fedguild.measuring.scores.likelihood import Candidates, candidate_losses, collate_singles, encode_candidates
-from fedguild.measuring.scores.tasks import evaluate
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import make_backbone
 from fedguild.model.plan import AdapterPlan
@@ -65,15 +64,6 @@ def test_candidates_score_as_each_alone_in_the_plain_model(network, slots, token
                 with torch.no_grad():
                     expected = float(plain.losses(source, response, 258).sum())
                 assert loss == pytest.approx(expected, rel=1e-4)
-
-
-def test_an_evaluation_generates_and_scores(network, slots, tokenizer):
-    scores = evaluate(slots, EXAMPLES, tokenizer, max_tokens=64, max_new_tokens=6, batch_tokens=400)
-    assert [score.overall.count for score in scores] == [3, 0, 2]
-    source = [256, *FREE.prompt.encode(), 257]
-    text = alone(network, slots, 0).greedy(source, 6, 258, 257)
-    assert scores[0].examples[1].generated == tokenizer.decode(text, skip_special_tokens=True).strip()
-    assert scores[0].examples[0].correct in (0.0, 1.0)
 
 
 def test_the_layout_of_candidates_on_two_sides():

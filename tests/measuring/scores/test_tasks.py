@@ -130,11 +130,6 @@ def test_an_answer_outside_the_choices_is_an_error(model, tokenizer, example, me
         evaluate(model, [[example], []], tokenizer, max_tokens=64)
 
 
-def test_lists_must_match_the_slots(model, tokenizer):
-    with pytest.raises(DataError, match="2 slots, but 1 lists"):
-        evaluate(model, [[CHOICE]], tokenizer, max_tokens=64)
-
-
 def test_new_tokens_must_leave_room_for_a_prompt(model, tokenizer):
     with pytest.raises(ConfigError, match="max_new_tokens is 64"):
         evaluate(model, [[TALK], []], tokenizer, max_tokens=64, max_new_tokens=64)

@@ -20,7 +20,7 @@ from fedguild.methods import build_method
 from fedguild.methods.fed_sb import FedSB, initial_factors
 from fedguild.methods.fed_sb.basis import HOLDERS
 from fedguild.methods.fed_sb.sketch import probes, rebuilt
-from fedguild.model.plan import AdapterPlan, adapter_shapes
+from fedguild.model.plan import adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.model.targets import targeted_shapes
 from fedguild.server.engine import Task
@@ -125,24 +125,6 @@ def names_of(module: str) -> tuple[str, str, str]:
     return f"basis/{module}.lora_B", f"adapter/{module}.lora_R", f"basis/{module}.lora_A"
 
 
-@pytest.mark.parametrize(("weights", "expected"), [("size", -ETA), ("uniform", ETA)])
-def test_two_clients_by_hand(weights, expected):
-    """Gradients -3 and 2, of 1 and 2 examples: the mean is 1/3 by size, -1/2 uniformly; W moves against it."""
-    method = fed_sb(start="dense", rank=1, targets=["q_proj"], weights=weights)
-    model = tiny_backbone("llama").info
-    state = method.start(model, [LARGE], torch_rng(0, "start"))
-    shapes = targeted_shapes(model, method.plan(model, LARGE).lora.targets)
-    uploads = [
-        sent(index, examples, {f"{m}.delta": torch.full(s, value) for m, s in shapes.items()}, "gradient")
-        for index, (examples, value) in enumerate([(1, -3.0), (2, 2.0)])
-    ]
-    found = method.aggregate(state, iter(uploads))
-    for module, shape in shapes.items():
-        up, middle, down = (found.tensors[name] for name in names_of(module))
-        torch.testing.assert_close(up @ middle @ down, torch.full(shape, expected))
-        assert middle.item() == pytest.approx(ETA * (shape[0] * shape[1]) ** 0.5, rel=1e-5)
-
-
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (3, 6, 9)])
 def test_initial_factors_against_the_oracle(shape):
     gradient = torch.randn(shape, generator=torch_rng(1, "gradient"))
@@ -190,30 +172,7 @@ def test_the_model_starts_off_the_published_one(federation):
     assert losses[1] < losses[0]
 
 
-def test_random_factors_start_at_the_published_model_and_need_no_first_round(olmoe_backbone, tmp_path):
-    federation = Federation(olmoe_backbone, fed_sb(start="random"), [client(0, LARGE)], tmp_path)
-    state = federation.start()
-    assert state.scalars["stage"] == "training"
-    assert not any(value.any() for value in part(state, "adapter").values())
-    assert all(value.any() for value in part(state, "basis").values())
-    (upload,) = federation.train(state)
-    assert upload.payload.part("adapter").keys() == part(state, "adapter").keys()
-
-
 # Lines 6 to 8: training
-
-
-def test_a_round_trains_and_sends_r_alone(federation):
-    state = begun(federation)
-    uploads = federation.train(state, 2)
-    for upload in uploads:
-        assert all(name.startswith("adapter/") and name.endswith("lora_R") for name in upload.payload.tensors)
-        trained = upload.payload.part("adapter")
-        moved = [not torch.equal(trained[name], value) for name, value in part(state, "adapter").items()]
-        assert sum(moved) == len(moved)
-    after = federation.method.aggregate(state, iter(uploads))
-    for name, value in part(state, "basis").items():
-        assert torch.equal(part(after, "basis")[name], value)
 
 
 @pytest.mark.parametrize("weights", ["size", "uniform"])
@@ -229,22 +188,6 @@ def test_the_aggregate_is_the_mean_of_the_dense_updates(weights, federation):
         up, down = (found.tensors[f"basis/{name.replace('lora_R', leaf)}"] for leaf in ("lora_B", "lora_A"))
         expected = weighted_mean([update(up, own[name], down) for own in trained], shares)
         torch.testing.assert_close(update(up, middle, down), expected, rtol=1e-5, atol=1e-6)
-
-
-def test_only_this_rounds_clients_are_averaged(federation):
-    state = begun(federation)
-    first = federation.method.aggregate(state, iter([sent(0, 3, like(part(state, "adapter"), 1))]))
-    second = federation.method.aggregate(first, iter([sent(1, 1, like(part(state, "adapter"), 2))]))
-    for name, value in like(part(state, "adapter"), 2).items():
-        assert torch.equal(second.tensors[f"adapter/{name}"], value)
-
-
-def test_nobody_changes_nothing(federation):
-    for state in (federation.start(), begun(federation)):
-        after = federation.method.aggregate(state, iter(()))
-        assert after.scalars == state.scalars
-        assert after.tensors.keys() == state.tensors.keys()
-        assert all(torch.equal(after.tensors[name], value) for name, value in state.tensors.items())
 
 
 # What A and B cost
@@ -355,15 +298,6 @@ def test_a_rank_beyond_a_matrix_is_refused(olmoe_backbone):
     with pytest.raises(ConfigError, match=r"method\.rank is 9, but model\.layers\.0\.mlp\.gate has 8 outputs"):
         fed_sb(rank=9).plan(olmoe_backbone.info, LARGE)
     assert fed_sb(rank=8).plan(olmoe_backbone.info, LARGE).rank == 8
-
-
-def test_clients_run_their_budgets_experts(olmoe_backbone, llama_backbone):
-    plans = [fed_sb().plan(olmoe_backbone.info, budget) for budget in (LARGE, MIDDLE, SMALL)]
-    assert [plan.active_experts for plan in plans] == [4, 2, 1]
-    dense = fed_sb(targets=["attention"]).plan(llama_backbone.info, LARGE)
-    assert isinstance(dense, AdapterPlan)
-    assert dense.active_experts is None
-    assert dense.lora.scale == 1.0
 
 
 # Where A and B come from

@@ -60,10 +60,6 @@ def test_the_error_is_near_that_of_the_best_approximation():
     assert errors == sorted(errors, reverse=True)
 
 
-def test_a_sketch_of_nothing_is_nothing():
-    assert not sketched(torch.zeros(2, 6, 5, dtype=torch.float64), 2).any()
-
-
 @pytest.mark.parametrize("shape", [(8, 30), (30, 8), (40, 40), (3, 20, 25)])
 def test_the_leading_singular_vectors_are_torchs(shape):
     """Of matrices whose spectrum falls; signs are fixed, and vectors orthonormal."""

@@ -8,12 +8,9 @@ from statistics import fmean, pstdev
 
 import pytest
 import torch
-from torch import Tensor
 
 from fedguild.config import tables
-from fedguild.core.payload import Payload
 from fedguild.model.backbone import Backbone
-from fedguild.server.method import Upload
 from tests.methods.fedalign_moe.federation import (
     EXPERTS,
     GATES,
@@ -24,7 +21,6 @@ from tests.methods.fedalign_moe.federation import (
     random_round,
     vector,
 )
-from tests.methods.federation import LARGE, client, upload
 from tests.oracles import fedalign_moe as oracle
 from tests.oracles.aggregation import weighted_mean
 
@@ -86,35 +82,6 @@ def test_what_nobody_activated_stays_bit_by_bit(olmoe_backbone: Backbone) -> Non
     for part in ("experts", "reference", "consensus"):
         expected = after.part(part)
         assert all(torch.equal(nothing.part(part)[name], value) for name, value in expected.items())
-
-
-def test_two_clients_by_hand() -> None:
-    """One expert with A = 10, B = 20 (r = 1); another that only the second client activated.
-
-    mu_1 = (1, 0), mu_2 = (3, 4): S_12 = .6, M = .8, Sigma = .2, tau = .6. dtheta_1 = (1, 0), dtheta_2 = (2, 2):
-    D_12 = .707107; both clients weigh a half: A = 10 + 1.5, B = 20 + 1. Alone, the second expert moves by its
-    whole update (4, -2). p-bar_1 = (.6, .4), p-bar_2 = (.2, .8), m_1 = (.5, 0), m_2 = (.5, .25): p_g = (5, 8) / 13.
-    """
-    name, state = "block.experts.up_proj", {"A": [10.0, 1.0], "B": [20.0, 2.0]}
-    before = Payload({f"experts/{name}.lora_{k}": torch.tensor(v).view(2, 1, 1) for k, v in state.items()})
-
-    def sent(index: int, routing: list[float], margin: list[float], updates, regions) -> Upload:
-        def keyed(values: list[list[float]]) -> dict[str, Tensor]:
-            return {f"block.experts/{e}": torch.tensor(value) for e, value in enumerate(values)}
-
-        statistics = {
-            "routing": {"block.experts": torch.tensor(routing)},
-            "margin": {"block.experts": torch.tensor(margin)},
-        }
-        return upload(client(index, LARGE, 1 + 9 * index), **statistics, region=keyed(regions), update=keyed(updates))
-
-    first = sent(0, [0.6, 0.4], [0.5, 0.0], [[1.0, 0.0]], [[1.0, 0.0]])
-    second = sent(1, [0.2, 0.8], [0.5, 0.25], [[2.0, 2.0], [4.0, -2.0]], [[3.0, 4.0], [1.0, 1.0]])
-    found = fedalign(rank=1).aggregate(before, iter([first, second])).tensors
-    torch.testing.assert_close(found[f"experts/{name}.lora_A"].flatten(), torch.tensor([11.5, 5.0]))
-    torch.testing.assert_close(found[f"experts/{name}.lora_B"].flatten(), torch.tensor([21.0, 0.0]))
-    torch.testing.assert_close(found["reference/block.experts"], torch.tensor([5 / 13, 8 / 13]))
-    torch.testing.assert_close(found["consensus/block.experts"], torch.tensor([0.4, 0.6]))
 
 
 def test_directions_of_the_product(olmoe_backbone: Backbone) -> None:
@@ -180,19 +147,6 @@ def test_fedavg_is_the_mean_of_parameters_by_size(olmoe_backbone: Backbone, tmp_
             ]
             expected = weighted_mean(values, sizes, start)
             torch.testing.assert_close(vector(after, expert).double(), expected.double(), rtol=1e-5, atol=1e-6)
-
-
-def test_other_adapters_are_averaged_by_size(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    federation = federation_of(olmoe_backbone, tmp_path, targets=("q_proj",))
-    state = federation.start()
-    uploads = federation.train(state)
-    found = federation.method.aggregate(state, iter(uploads)).tensors
-    sizes = [torch.tensor(float(part.client.examples)) for part in uploads]
-    names = [name for name in state.tensors if name.startswith("adapter/")]
-    assert len(names) == 4
-    for name in names:
-        expected = weighted_mean([part.payload.tensors[name] for part in uploads], sizes, state.tensors[name])
-        torch.testing.assert_close(found[name].double(), expected.double(), rtol=1e-5, atol=1e-6)
 
 
 # Figures of a round

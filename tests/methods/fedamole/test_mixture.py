@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from fedguild.core.errors import ConfigError, ModelError
-from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded, collate
 from fedguild.methods.fedamole.mixture import MixtureOfLora
 from fedguild.model.adapters.lora import Lora
-from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.oracles.mole import LoopedModel
@@ -117,35 +116,6 @@ def test_values_and_gradients_against_loops(changes, lengths):
                 assert mixture.activations[module][slot].tolist() == counts
 
 
-@pytest.mark.parametrize("changes", [{}, {"router": "vanilla"}, {"renormalise": False, "dropout": 0.4}], ids=str)
-def test_a_client_in_a_cohort_gets_what_it_gets_alone(changes):
-    """Losses and gradients with dropout, beside clients with other rows, lengths and experts."""
-    part = replace(PART, **{"dropout": 0.2, **changes})
-    backbone = tiny_backbone("llama", dtype=torch.float64)
-    rows = encoded(LENGTHS)
-
-    def trained(slots: list[int]):
-        plans = [plan_with(part) for _ in slots]
-        with SlotModel(backbone, plans) as model:
-            for at, slot in enumerate(slots):
-                model.load(at, random_adapter(backbone.info, plans[at], slot, size=0.5))
-                model.attached[MixtureOfLora].assign(at, holding(part, slot))
-            model.dropout.seed([100 + slot for slot in slots])
-            losses = model.token_losses(collate([rows[slot] for slot in slots], PAD))
-            balance = model.attached[MixtureOfLora].balance_loss()
-            (losses.sum() + balance.sum()).backward()
-            grads = {name: trainable.stored.grad for name, trainable in model.trainables.items()}
-        return losses.detach(), balance.detach(), grads
-
-    losses, balances, together = trained([0, 1, 2])
-    alone = [trained([slot]) for slot in (0, 1)]
-    assert torch.allclose(losses, torch.cat([own for own, _, _ in alone]), rtol=1e-12)
-    for slot, (_, balance, grads) in enumerate(alone):
-        assert torch.allclose(balances[slot], balance[0], rtol=1e-12)
-        for name, grad in grads.items():
-            assert torch.allclose(together[name][slot], grad[0], rtol=1e-9, atol=1e-14), name
-
-
 def test_dropout_is_the_mixtures_own():
     """Its rate counts, not that of a LoRA beside it; and nothing is dropped before the slots are seeded."""
     backbone = tiny_backbone("llama")
@@ -241,28 +211,6 @@ def test_a_new_assignment_moves_the_rows_and_counts_anew():
         assert mixture.activations[MODULES[1]].sum() == 12
 
 
-def test_the_start_changes_nothing_and_the_end_leaves_nothing():
-    """With B at zero the model is the backbone; after `close` it is so again. On a mixture-of-experts model."""
-    backbone = tiny_backbone("olmoe")
-    batch = collate(encoded([[6, 3]]), PAD)
-    with SlotModel(backbone, [AdapterPlan(())]) as model, torch.no_grad():
-        plain = model.token_losses(batch)
-    rng = torch_rng(1, "start")
-    with SlotModel(backbone, [plan_with(PART)]) as model, torch.no_grad():
-        start = {name: PART.initial(name, shape, rng) for name, shape in PART.shapes(backbone.info).items()}
-        model.load(0, start)
-        model.attached[MixtureOfLora].assign(0, HELD[0])
-        assert torch.equal(model.token_losses(batch), plain)
-        model.load(0, random_adapter(backbone.info, plan_with(PART), 1))
-        assert not torch.allclose(model.token_losses(batch), plain)
-        assert len(model.generate([random_rows([4, 2], 1)], 3)[0]) == 2
-    for name, value in start.items():
-        assert value.abs().max() <= 0.25
-        assert bool(value.any()) != name.endswith("lora_B")
-    with SlotModel(backbone, [AdapterPlan(())]) as model, torch.no_grad():
-        assert torch.equal(model.token_losses(batch), plain)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_gradient_checkpointing_changes_nothing(dropout):
     part = replace(PART, dropout=dropout)
@@ -294,24 +242,6 @@ def test_half_precision_routes_in_fp32():
         (losses.sum() + balance.sum()).backward()
         grads = [trainable.stored.grad for trainable in model.trainables.values()]
     assert all(grad.dtype is torch.float32 and grad.isfinite().all() for grad in grads)
-
-
-def test_names_and_shapes():
-    info = tiny_backbone("llama").info
-    module = MODULES[1]
-    shapes = PART.shapes(info)
-    assert len(shapes) == 4 * 5
-    assert {name: shape for name, shape in shapes.items() if name.startswith(f"{module}.")} == {
-        f"{module}.shared.lora_A": (3, 16),
-        f"{module}.shared.lora_B": (8, 3),
-        f"{module}.experts.lora_A": (4, 3, 16),
-        f"{module}.experts.lora_B": (4, 8, 3),
-        f"{module}.router": (3, 16),
-    }
-    vanilla = replace(PART, router="vanilla", shared=False).shapes(info)
-    assert len(vanilla) == 4 * 3
-    assert vanilla[f"{module}.router"] == (7, 16)
-    assert trainable_shapes(info, plan_with(PART)) == shapes
 
 
 @pytest.mark.parametrize(

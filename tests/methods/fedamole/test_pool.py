@@ -26,11 +26,6 @@ def test_an_expert_is_named_by_its_id() -> None:
     assert single["model.layers.10.q_proj.experts.0.lora_A"].tolist() == [0.0, 0.0]
 
 
-def test_rows_beyond_those_held_are_left_out() -> None:
-    single = single_experts({"m.experts.lora_A": torch.zeros(5, 2, 3)}, {"m": (4, 1)})
-    assert sorted(single) == ["m.experts.1.lora_A", "m.experts.4.lora_A"]
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 def test_stacks_are_in_the_order_of_the_ids_and_end_in_zeros(reverse: bool) -> None:
     """2, 7, 10 as numbers: not as the codec sorts their names."""
@@ -49,8 +44,3 @@ def test_leaves_of_any_shape(shape: tuple[int, ...]) -> None:
     assert torch.equal(stacked_experts(single, rows=3)["m.experts.leaf"], pool["m.experts.leaf"])
     assert stacked_experts(single, rows=5)["m.experts.leaf"].shape == (5, *shape)
     assert not stacked_experts(single, rows=5)["m.experts.leaf"][3:].any()
-
-
-def test_nothing_held() -> None:
-    assert held_experts([]) == {}
-    assert stacked_experts({}, rows=2) == {}

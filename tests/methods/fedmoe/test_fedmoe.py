@@ -11,11 +11,10 @@ from torch import Tensor
 
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.core.codec import decode, encode
-from fedguild.core.errors import ConfigError, ModelError, UploadError
+from fedguild.core.errors import ConfigError, UploadError
 from fedguild.core.payload import Payload
 from fedguild.core.seeding import numpy_rng, torch_rng
 from fedguild.data.batches import Encoded, collate
-from fedguild.methods import build_method
 from fedguild.methods.fedavg import FedAvg, FedAvgSettings
 from fedguild.methods.fedmoe import FedMoe, FedMoeSettings
 from fedguild.methods.fedmoe.held_experts import HeldExperts
@@ -261,6 +260,9 @@ def test_tasks_say_whose_p_counts(olmoe_backbone: Backbone, tmp_path: Path) -> N
     assert held(state, 1) == [sorted(own) for own in sets]
 
 
+# The models
+
+
 def test_the_report_shows_what_clients_hold(olmoe_backbone: Backbone, tmp_path: Path) -> None:
     federation = federation_of(olmoe_backbone, tmp_path)
     state = hold(federation.start(), [0, 1, 2, 3, 4], [1, 2, 3, 4], list(range(8)))
@@ -270,9 +272,6 @@ def test_the_report_shows_what_clients_hold(olmoe_backbone: Backbone, tmp_path: 
     torch.testing.assert_close(seen["held expert parameters"].values, torch.tensor([10.0, 8.0, 16.0]) * size)
     assert seen["held expert parameters"].unit == "million"
     assert seen["clients whose experts are settled"].values.tolist() == [0.0]
-
-
-# The models
 
 
 def test_a_clients_model_is_its_sub_moe_and_the_global_one_has_all(tmp_path: Path) -> None:
@@ -338,16 +337,3 @@ def test_options_that_do_not_fit_the_federation(options: dict, told: str, olmoe_
 def test_as_many_tasks_as_clients(olmoe_backbone: Backbone, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"names 2 tasks, but there are 3 clients"):
         federation_of(olmoe_backbone, tmp_path, tasks=("a", "b")).start()
-
-
-def test_a_dense_model_is_refused(llama_backbone: Backbone) -> None:
-    with pytest.raises(ModelError, match="FedMoE needs a mixture-of-experts model"):
-        method().plan(llama_backbone.info, LARGE)
-
-
-@pytest.mark.parametrize(
-    "option", [{"memory": {"small": 1.5}}, {"memory_share": 0}, {"stage_one_rounds": 0}, {"label_smoothing": 1.0}]
-)
-def test_values_out_of_range(option: dict) -> None:
-    with pytest.raises(ConfigError, match=f"method.{next(iter(option))}"):
-        build_method("fedmoe", option)

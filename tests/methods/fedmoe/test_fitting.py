@@ -10,23 +10,6 @@ from tests.methods.fedmoe.sets import as_sets, random_shares
 from tests.oracles import fedmoe as oracle
 
 
-def test_two_layers_by_hand() -> None:
-    """Sums .6, .9, 1 and .5, .8, 1 with sizes 1 and 2: theta .8 takes 2 + 2 · 2 = 6, theta .9 takes 2 + 3 · 2 = 8."""
-    p = [torch.tensor([0.1, 0.6, 0.3]), torch.tensor([0.2, 0.3, 0.5])]
-    expected = {
-        9: (1.0, [{0, 1, 2}, {0, 1, 2}]),
-        8: (0.9, [{1, 2}, {0, 1, 2}]),
-        7: (0.8, [{1, 2}, {1, 2}]),
-        6: (0.8, [{1, 2}, {1, 2}]),
-        5: (0.6, [{1}, {1, 2}]),
-        4: (0.5, [{1}, {2}]),
-        3: (0.5, [{1}, {2}]),
-    }
-    for limit, (threshold, sets) in expected.items():
-        found, theta = fitted_sets(p, Limits([1, 2], [1, 1], limit))
-        assert (round(theta, 6), as_sets(found)) == (threshold, sets), limit
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_the_search_is_the_halving_of_an_interval(seed: int) -> None:
     """Three layers of other sizes, every limit from the smallest to the whole."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedguild.core.errors import ConfigError
 from fedguild.data.batches import Encoded, collate
 from fedguild.measuring.scores.likelihood import Candidates, collate_candidates, collate_singles
-from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture, doubled, gate_values, mixed
+from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMixture
 from fedguild.methods.pfl_moe.prompt_features import prompt_features
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
@@ -162,29 +162,6 @@ def test_an_encoder_decoder_model_gates_by_what_its_encoder_reads() -> None:
     assert texts[0] != texts[1]
 
 
-def test_a_model_mixed_with_itself_is_the_model(olmoe_backbone: Backbone) -> None:
-    """Whatever g is, as g a + (1 - g) a is a."""
-    plan = plain_plan("olmoe")
-    adapter = random_adapter(olmoe_backbone.info, plan, 1)
-    batch = collate([[Encoded(tuple(ids), 2) for ids in random_rows([6, 8], 1)]], PAD)
-    with SlotModel(olmoe_backbone, [plan]) as model, torch.no_grad():
-        model.load(0, adapter)
-        expected = model.logits(batch)
-    tensors = loaded(adapter, adapter, pair(olmoe_backbone, "olmoe", 0)[2])
-    with mixed_slots(olmoe_backbone, mixture_plan("olmoe"), [tensors]) as model, torch.no_grad():
-        torch.testing.assert_close(model.logits(batch), expected, rtol=1e-5, atol=1e-5)
-
-
-def test_a_slot_in_company_is_a_slot_alone(olmoe_backbone: Backbone) -> None:
-    pairs = [loaded(*pair(olmoe_backbone, "olmoe", slot)) for slot in range(3)]
-    rows = [[Encoded(tuple(ids), 2) for ids in random_rows(own, i)] for i, own in enumerate(([8, 4], [], [5]))]
-    with mixed_slots(olmoe_backbone, mixture_plan("olmoe"), pairs) as model, torch.no_grad():
-        together = model.token_losses(collate(rows, PAD)).split([8, 3])
-    for slot, found in zip((0, 2), together, strict=True):
-        with mixed_slots(olmoe_backbone, mixture_plan("olmoe"), [pairs[slot]]) as model, torch.no_grad():
-            torch.testing.assert_close(model.token_losses(collate([rows[slot]], PAD)), found, rtol=1e-5, atol=1e-5)
-
-
 def test_names_are_read_as_they_were_loaded_and_nothing_but_the_gate_trains(olmoe_backbone: Backbone) -> None:
     plan = mixture_plan("olmoe")
     tensors = [loaded(*pair(olmoe_backbone, "olmoe", slot)) for slot in (0, 1)]
@@ -217,28 +194,7 @@ def test_features_see_no_adapter_and_no_padding(olmoe_backbone: Backbone) -> Non
     torch.testing.assert_close(embeddings, torch.stack([table[prompt].mean(dim=0) for prompt in prompts]))
 
 
-def test_the_backbone_is_given_back(olmoe_backbone: Backbone) -> None:
-    ids = torch.arange(3, 12)[None]
-    with torch.no_grad():
-        before = olmoe_backbone.model(ids).logits
-        with mixed_slots(olmoe_backbone, mixture_plan("olmoe"), [loaded(*pair(olmoe_backbone, "olmoe", 0))]) as model:
-            model.generate([random_rows([3], 1)], 2)
-        assert torch.equal(olmoe_backbone.model(ids).logits, before)
-
-
 def test_slots_share_their_features(olmoe_backbone: Backbone) -> None:
     with pytest.raises(ConfigError, match="features of their gates"):
         SlotModel(olmoe_backbone, [mixture_plan("olmoe"), mixture_plan("olmoe", "embedding")])
     SlotModel(olmoe_backbone, [plain_plan("olmoe")]).close()
-
-
-def test_the_pieces_by_hand() -> None:
-    """phi = (1, 2), w = (ln 3, 0), b = 0: g = 3/4; logits 4 and 8 become 5."""
-    gate = gate_values(torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0986123, 0.0]]), torch.zeros(1))
-    torch.testing.assert_close(gate, torch.tensor([0.75]))
-    torch.testing.assert_close(mixed(gate, torch.tensor([[4.0]]), torch.tensor([[8.0]])), torch.tensor([[5.0]]))
-    batch = collate([[Encoded((3, 4, 5), 1)], [Encoded((6, 7), 1)]], PAD)
-    twice = doubled(batch)
-    assert twice.rows_per_slot == (1, 1, 1, 1)
-    assert twice.predict_at.tolist() == [0, 1, 3, 6, 7, 9]
-    assert torch.equal(twice.targets, batch.targets)

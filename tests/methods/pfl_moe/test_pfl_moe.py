@@ -8,24 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedguild.core.errors import ConfigError
 from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded, collate
 from fedguild.engines.local import LocalEngine
 from fedguild.export.weights import beyond_weights
-from fedguild.methods import build_method
-from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.methods.pfl_moe import PflMoe, PflMoeSettings
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.server.engine import Task
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
-from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client, upload
+from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client
 from tests.oracles import pfl_moe as oracle
 from tests.oracles.lora import MergedModel
 
-QUERY = "model.layers.0.self_attn.q_proj.lora_A"
 OPTIONS: dict[str, object] = {"rank": 2, "targets": ("q_proj", "v_proj"), "gate_learning_rate": 0.1}
 
 
@@ -41,35 +37,6 @@ def federation_of(backbone: Backbone, folder: Path, *examples: int, **options: o
 def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
     assert found.keys() == expected.keys()
     return all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-# The federation
-
-
-def test_two_clients_by_hand() -> None:
-    """Values 2 and 6 of clients with 1 and 10 examples: the mean is 4, the sizes do not count."""
-    state = Payload({f"adapter/{QUERY}": torch.tensor([[9.0]])}, {"rounds": 3})
-    sent = [upload(client(i, LARGE, 1 + 9 * i), adapter={QUERY: torch.tensor([[x]])}) for i, x in enumerate((2.0, 6.0))]
-    after = method().aggregate(state, iter(sent))
-    assert after.tensors[f"adapter/{QUERY}"].item() == 4.0
-    assert after.scalars == {"rounds": 4}
-
-
-def test_a_round_without_uploads_changes_nothing() -> None:
-    state = Payload({f"adapter/{QUERY}": torch.ones(1, 1)}, {"rounds": 3})
-    assert method().aggregate(state, iter([])).tensors[f"adapter/{QUERY}"].item() == 1.0
-
-
-def test_the_federation_is_fedit_with_uniform_weights(llama_backbone: Backbone, tmp_path: Path) -> None:
-    """What is sent and aggregated, over two rounds, bit by bit: personalising leaves no trace in it."""
-    ours = federation_of(llama_backbone, tmp_path / "ours", 5, 4)
-    theirs = FedIT(FedITSettings(rank=2, targets=("q_proj", "v_proj"), weights="uniform"))
-    fedit = Federation(llama_backbone, theirs, ours.clients, tmp_path / "theirs")
-    state, expected = ours.start(), fedit.start()
-    for round in (1, 2):
-        state = ours.method.aggregate(state, iter(ours.train(state, round)))
-        expected = fedit.method.aggregate(expected, iter(fedit.train(expected, round)))
-        assert same(state.part("adapter"), expected.part("adapter"))
 
 
 # What a client makes of its examples
@@ -213,9 +180,3 @@ def test_the_own_model_is_no_set_of_weights(olmoe_backbone: Backbone) -> None:
     deployment = server.personalize(state, olmoe_backbone.info, client(0, LARGE), Payload())
     assert beyond_weights(deployment.plan) == ["LogitMixture"]
     assert any(name.startswith(SECOND) for name in deployment.tensors)
-
-
-def test_options_out_of_range() -> None:
-    for option in ({"gate_share": 1.0}, {"gate_epochs": 0}, {"personal_from": 0}, {"features": "logits"}):
-        with pytest.raises(ConfigError, match=f"method.{next(iter(option))}"):
-            build_method("pfl-moe", option)

@@ -7,25 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from fedguild.client.budget import Budget, ClientInfo
 from fedguild.core import layout
-from fedguild.core.accounting import bytes_by_part, size_bytes
-from fedguild.core.packing import pack, unpack
-from fedguild.core.payload import ADAPTER, Payload, with_part
+from fedguild.core.accounting import size_bytes
+from fedguild.core.payload import Payload
 from fedguild.measuring.log.records import ClientRecord, RunLog
 from fedguild.methods.ub_smoe import UbSmoe, UbSmoeSettings
-from fedguild.methods.ub_smoe.names import PHI, PSEUDO_GRADIENT
-from fedguild.model.backbone import Backbone, describe_config
-from fedguild.model.info import ModelInfo
-from fedguild.model.plan import trainable_shapes
+from fedguild.methods.ub_smoe.names import PSEUDO_GRADIENT
+from fedguild.model.backbone import Backbone
 from fedguild.runs import experiment
 from fedguild.server import checkpoint
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
-from tests.runs.runs import Killed, assert_same, ended, kill_at, save_model, small_config
+from tests.runs.runs import save_model, small_config
 
-MIB = 2**20
 WITHOUT = "training/without_pseudo_gradient"
 
 
@@ -151,75 +145,3 @@ def test_fp32_leaves_the_setting_alone(olmoe_backbone: Backbone) -> None:
     method, model = ub_smoe(), olmoe_backbone.info
     assert method.fitted(model, 4, exact=True) is method
     assert method.fitted(model, 4, exact=False).settings.send_pseudo_gradient == "always"
-
-
-def test_a_checkpoint_changes_no_bit(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    expected, _ = run(olmoe_backbone, tmp_path / "a", PARTICIPANTS)
-    federation = Federation(
-        olmoe_backbone, ub_smoe(), [client(0, LARGE), client(1, SMALL), client(2, MIDDLE, 6)], tmp_path / "b"
-    )
-    state = federation.start()
-    for round, asked in enumerate(PARTICIPANTS, start=1):
-        state = Payload(*unpack(pack(state.tensors, state.scalars)))
-        state = federation.method.aggregate(state, federation.train(state, round, who=asked))
-    assert_same_bits(state, expected[-1])
-
-
-@pytest.mark.long
-def test_a_killed_run_resumes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half the clients a round; killed in round 3, after one of them kept its memory of that round."""
-    monkeypatch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
-    half = ("federation.client_fraction=0.5", "federation.cohort_size=1", "evaluation.max_examples=2", "name=half")
-    config = small_config(save_model(tmp_path / "model"), *half, base="ub-smoe/tiny-tasks")
-    experiment.run(config, tmp_path / "whole")
-    with monkeypatch.context() as patch:
-        kill_at(patch, "fedguild.client.memory.ClientMemory.save", 5, after=True)
-        with pytest.raises(Killed):
-            experiment.run(config, tmp_path / "killed")
-    experiment.resume(tmp_path / "killed")
-    assert_same(ended(tmp_path / "killed"), ended(tmp_path / "whole"))
-
-
-# Traffic of the real model
-
-
-@pytest.fixture(scope="module")
-def olmoe_1b_7b() -> ModelInfo:
-    """OLMoE-1B-7B's shape on meta tensors: its real expert width is 1024."""
-    return describe_config("olmoe-1b-7b")
-
-
-def real_state(method: UbSmoe, model: ModelInfo) -> Payload:
-    """A state after a round that client 0 took part in, in bf16 on meta tensors."""
-    shapes = trainable_shapes(model, method.plan(model, Budget("b4", 8, 20)))
-
-    def meta(names: list[str]) -> dict[str, Tensor]:
-        return {name: torch.empty(shapes[name], dtype=torch.bfloat16, device="meta") for name in names}
-
-    lora = [name for name in shapes if not name.endswith(".phi")]
-    return Payload(
-        {
-            **with_part(ADAPTER, meta(lora)),
-            **with_part(PHI, meta([name for name in shapes if name.endswith(".phi")])),
-            **with_part(PSEUDO_GRADIENT, meta([name for name in lora if ".experts." in name])),
-            "server/holders": torch.tensor([0]),
-        },
-        {"version": 1, "step_size": 0.1, "mean_active": 3.75},
-    )
-
-
-def test_the_traffic_of_a_round_is_the_papers(olmoe_1b_7b: ModelInfo) -> None:
-    """Table 15: 370 MB up and 730 MB down; the wire's own count, 2 bytes per parameter, in MiB."""
-    who = ClientInfo(0, Budget("b1", 1, 6), 100)
-    paper = UbSmoe(UbSmoeSettings(send_pseudo_gradient="always"))
-    names = paper.expected_upload(olmoe_1b_7b, who, Payload())
-    up = Payload({name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in names.items()})
-    down = paper.download(real_state(paper, olmoe_1b_7b), olmoe_1b_7b, who)
-    assert size_bytes(up) / MIB == pytest.approx(370, abs=0.5)
-    assert size_bytes(down) / MIB == pytest.approx(730, abs=0.5)
-    assert bytes_by_part(down)[PSEUDO_GRADIENT] == 2 * 16 * 64 * 3 * 20 * (2048 + 1024)
-    ours = ub_smoe(rank=20)
-    saved = ours.download(real_state(ours, olmoe_1b_7b), olmoe_1b_7b, who)
-    assert size_bytes(saved) <= 0.52 * size_bytes(down)
-    newcomer = ours.download(real_state(ours, olmoe_1b_7b), olmoe_1b_7b, ClientInfo(1, who.budget, 100))
-    assert size_bytes(newcomer) == size_bytes(down)

@@ -203,17 +203,6 @@ def test_a_fixed_phi_acts_but_gets_no_gradient(exact: Backbone) -> None:
     assert torch.equal(*losses)
 
 
-def test_closing_gives_the_backbone_its_own_routing_back() -> None:
-    backbone = tiny_backbone("olmoe")
-    before = backbone.fingerprint()
-    with SlotModel(backbone, [plan_with(2)]):
-        assert all(layer.chooser is not None for layer in backbone.moe)
-    assert all(layer.chooser is None for layer in backbone.moe)
-    assert backbone.fingerprint() == before
-    with SlotModel(backbone, [plan_with(2, modulation="none", gating="native")]):
-        assert all(layer.chooser is None for layer in backbone.moe)
-
-
 def test_what_the_part_trains(exact: Backbone) -> None:
     part = ModulatedRouting()
     shapes = part.shapes(exact.info)
@@ -230,11 +219,6 @@ def test_what_the_part_trains(exact: Backbone) -> None:
 def test_more_candidates_than_experts(exact: Backbone) -> None:
     with pytest.raises(ConfigError, match=r"9 candidates are requested, but tiny olmoe has 8(.|\n)*0 to 8"):
         ModulatedRouting(candidates=9).shapes(exact.info)
-
-
-def test_a_dense_model(llama_backbone: Backbone) -> None:
-    with pytest.raises(ModelError, match="Modulated routing needs a mixture-of-experts"):
-        ModulatedRouting().shapes(llama_backbone.info)
 
 
 @pytest.mark.parametrize(("family", "told"), [("deepseek_v3", "scores by sigmoid"), ("deepseek_v2 grouped", "limits")])

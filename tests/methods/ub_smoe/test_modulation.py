@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from torch import Tensor
@@ -31,11 +29,6 @@ def rate_of(shares: list[list[float]], examples: list[int]) -> dict[str, Tensor]
     return means.moved("utilisation", {})
 
 
-def test_the_rate_by_hand() -> None:
-    """p = (1/4, 3/4) of the two clients with tokens: 1/4 · 0.5 + 3/4 · 1 = 0.875, 0.25, 0, 0.125."""
-    assert rate_of(SHARES, [10, 30, 60])["layer"].tolist() == pytest.approx([0.875, 0.25, 0.0, 0.125])
-
-
 @pytest.mark.parametrize("clients", [1, 2, 3])
 def test_the_rate_is_equation_12s(clients: int) -> None:
     examples = [7, 2, 9][:clients]
@@ -60,13 +53,6 @@ def test_modulation_is_equations_13_and_14(rate: list[float], zeta: float) -> No
     assert target.abs().max() <= 1
 
 
-def test_modulation_by_hand() -> None:
-    """M = 4, K-bar = 1: u* = 1/4; a rate of 1/2 gives tanh(-1/2), 1/4 gives 0, an unused expert nearly 1."""
-    target = target_modulation(torch.tensor([0.5, 0.25, 0.0, 0.25]), 1.0, 1e-9)
-    assert target.tolist() == pytest.approx([math.tanh(-0.5), 0.0, 1.0, 0.0], abs=1e-6)
-    assert next_modulation(torch.tensor([0.5]), torch.tensor([1.0]), 0.9).tolist() == pytest.approx([0.55])
-
-
 @pytest.mark.parametrize("kind", ["hinge", "clamp", "scale"])
 @pytest.mark.parametrize("ends", [(-0.5, 0.5), (-1.0, 1.0), (-2.0, 2.0), (-0.5, 1.5)])
 def test_thirty_rounds_by_the_three_readings_of_the_range(kind: str, ends: tuple[float, float]) -> None:
@@ -80,21 +66,3 @@ def test_thirty_rounds_by_the_three_readings_of_the_range(kind: str, ends: tuple
     assert phi["b.phi"].tolist() == pytest.approx(expected, rel=1e-9)
     if kind != "hinge":
         assert ends[0] <= float(phi["b.phi"].min()) <= float(phi["b.phi"].max()) <= ends[1]
-
-
-def test_only_scaling_tells_the_wide_ranges_of_table_20_apart() -> None:
-    """Ten rounds: tanh and zeta keep phi within [-0.50, 0.65], so that a hinge or a clamp at +-1 or +-2 never acts."""
-    rates = torch.tensor([0.0, 0.05, 0.125, 0.4, 1.0, 0.125, 0.2, 0.1], dtype=torch.float64)
-
-    def after_ten(kind: str, end: float) -> torch.Tensor:
-        phi = {"b.phi": torch.zeros(8, dtype=torch.float64)}
-        for _ in range(10):
-            phi = modulate(phi, {"b": rates}, 1.0, 0.9, 1e-6, Range(-end, end, kind))  # type: ignore[arg-type]
-        return phi["b.phi"]
-
-    assert torch.equal(after_ten("hinge", 1.0), after_ten("hinge", 2.0))
-    assert torch.equal(after_ten("clamp", 1.0), after_ten("clamp", 2.0))
-    assert torch.equal(after_ten("scale", 1.0), after_ten("hinge", 1.0))
-    torch.testing.assert_close(after_ten("scale", 2.0), 2 * after_ten("scale", 1.0))
-    assert -0.51 < float(after_ten("hinge", 1.0).min()) < float(after_ten("hinge", 1.0).max()) < 0.66
-    assert float(after_ten("clamp", 0.5).max()) == 0.5

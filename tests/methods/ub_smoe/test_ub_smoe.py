@@ -12,11 +12,9 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.config.training import TrainingSettings
-from fedguild.core.errors import ConfigError, ModelError
-from fedguild.core.payload import ADAPTER, Payload, with_part
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded
-from fedguild.methods import build_method
 from fedguild.methods.ub_smoe import UbSmoe, UbSmoeSettings
 from fedguild.methods.ub_smoe.names import PHI, PSEUDO_GRADIENT, UTILISATION
 from fedguild.model.backbone import Backbone
@@ -25,14 +23,12 @@ from fedguild.model.slots import SlotModel
 from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
 from tests.backbones import random_rows, tiny_backbone
-from tests.client.clients import distance, flat
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, upload
 from tests.oracles import ub_smoe as oracle
 from tests.oracles.aggregation import weighted_mean
 
 STEP_SIZE, WITHOUT = "training/step_size", "training/without_pseudo_gradient"
 BLOCKS = [f"model.layers.{layer}.mlp" for layer in (0, 1)]
-MIB = 2**20
 
 
 def ub_smoe(**options: object) -> UbSmoe:
@@ -69,46 +65,6 @@ def sent(who: ClientInfo, adapter: dict[str, Tensor], shares: Sequence[Sequence[
 
 
 # Lines 9 to 13
-
-
-def test_two_clients_by_hand() -> None:
-    """|D| = 10, 30, K = 2, 1: p = (1/4, 3/4), K-bar = 1.25, M = 2, u* = 0.625; eta Gamma = (0.2 + 3 · 0.4) / 4 = 0.35.
-
-    Theta: expert 0: (4 + 3 · 8) / 4 = 7, expert 1: (8 + 3 · 0) / 4 = 2; attention (2 + 3 · 6) / 4 = 5.
-    Eq. 15 from Theta = (0.5, 2): (0.5 - 7) / 0.35 = -18.571, 0. Eq. 12: u = (1, 0.25).
-    Eq. 13: tanh(0.625 - 1) = -0.35835, tanh(2.5 - 1) = 0.90515. Eq. 14 at zeta = 0.8 from phi = (0.5, -0.5):
-    0.2 · -0.35835 + 0.8 · 0.5 = 0.32833, 0.2 · 0.90515 - 0.4 = -0.21897.
-    """
-    method = ub_smoe(momentum=0.8)
-    expert, query = f"{BLOCKS[0]}.experts.up_proj.lora_A", "model.layers.0.self_attn.q_proj.lora_A"
-
-    def trained(experts: list[float], attention: float) -> dict[str, Tensor]:
-        return {expert: torch.tensor(experts).view(2, 1, 1), query: torch.tensor([[attention]])}
-
-    first = sent(client(0, MIDDLE, 10), trained([4.0, 8.0], 2.0), [[1.0, 1.0]], 0.2)
-    second = sent(client(4, SMALL, 30), trained([8.0, 0.0], 6.0), [[1.0, 0.0]], 0.4)
-    before = Payload(
-        {
-            **with_part(ADAPTER, trained([0.5, 2.0], 0.0)),
-            **with_part(PHI, {f"{BLOCKS[0]}.phi": torch.tensor([0.5, -0.5])}),
-            **with_part(UTILISATION, {BLOCKS[0]: torch.zeros(2)}),
-        },
-        {"version": 6, "step_size": 9.0, "mean_active": 1.25},
-    )
-    found = method.aggregate(before, iter([first, second]))
-    tensors = {name: value.flatten().tolist() for name, value in found.tensors.items()}
-    assert tensors[f"adapter/{expert}"] == pytest.approx([7.0, 2.0])
-    assert tensors[f"adapter/{query}"] == pytest.approx([5.0])
-    assert tensors[f"pseudo_gradient/{expert}"] == pytest.approx([-18.5714, 0.0], rel=1e-5)
-    assert f"pseudo_gradient/{query}" not in tensors
-    assert tensors[f"utilisation/{BLOCKS[0]}"] == pytest.approx([1.0, 0.25])
-    assert tensors[f"phi/{BLOCKS[0]}.phi"] == pytest.approx([0.32833, -0.21897], rel=1e-4)
-    assert tensors["server/holders"] == [0, 4]
-    assert found.scalars == {
-        "version": 7,
-        "step_size": pytest.approx(0.35, rel=1e-6),
-        "mean_active": pytest.approx(1.25),
-    }
 
 
 def random_round(method: UbSmoe, model: ModelInfo, clients: int) -> tuple[Payload, list[Upload]]:
@@ -200,7 +156,6 @@ def train(
         return [(cohort.read(slot), upload) for slot, upload in enumerate(uploads)]
 
 
-CLIENTS = [client(0, LARGE, 7), client(1, SMALL, 3), client(2, MIDDLE, 5), client(3, SMALL, 9)]
 ONE_STEP = TrainingSettings(
     optimizer="sgd",
     learning_rate=1.0,
@@ -220,40 +175,6 @@ TEN_STEPS = TrainingSettings(
     steps=10,
     max_grad_norm=None,
 )
-VARIANTS = [{}, {"modulation": "preserve", "pseudo_gradient": "token"}, {"gating": "native", "scaling": "linear"}]
-NEEDED = (2, 3, 1)
-"""Fewest active experts with which the loss moves phi in each variant."""
-
-
-@pytest.mark.parametrize(("options", "needed"), zip(VARIANTS, NEEDED, strict=True), ids=str)
-def test_gradients_in_a_cohort_equal_those_alone(
-    options: dict[str, object], needed: int, olmoe_backbone: Backbone
-) -> None:
-    """The modified gradient of Eq. 16, phi's included, is what one step of SGD at rate 1 subtracts."""
-    method = ub_smoe(**options)
-    state = random_state(method, olmoe_backbone.info, 2)
-    start = method.deploy(state, olmoe_backbone.info, LARGE).tensors
-
-    def gradient(trained: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: start[name] - value for name, value in trained.items()}
-
-    together = train(olmoe_backbone, method, state, CLIENTS, ONE_STEP)
-    for each, (found, _) in zip(CLIENTS, together, strict=True):
-        ((alone, _),) = train(olmoe_backbone, method, state, [each], ONE_STEP)
-        assert distance(flat(gradient(found)), flat(gradient(alone))) < 1e-5
-        phi = {name: value for name, value in gradient(alone).items() if name.endswith("phi")}
-        assert all(value.any() for value in phi.values()) is (each.budget.active_experts >= needed)
-
-
-def test_recomputed_layers_change_nothing() -> None:
-    """Gradient checkpointing routes every layer twice: phi's gradient and what counts as inactive stay."""
-    method, found = ub_smoe(), []
-    for checkpointing in (False, True):
-        backbone = tiny_backbone("olmoe", gradient_checkpointing=checkpointing)
-        found.append(train(backbone, method, random_state(method, backbone.info, 2), CLIENTS, ONE_STEP))
-    for (plain, sent_plain), (again, sent_again) in zip(*found, strict=True):
-        torch.testing.assert_close(again, plain)
-        torch.testing.assert_close(dict(sent_again.tensors), dict(sent_plain.tensors))
 
 
 @pytest.mark.parametrize("scaling", ["none", "root", "linear", "inverse_root", "log"])
@@ -445,32 +366,3 @@ def test_the_cosine_of_an_encoder_decoder_model(tmp_path: Path) -> None:
         state = method.aggregate(state, [found])
     assert found.payload.tensors["cosine/values"].isfinite().all()
     assert not found.payload.tensors["cosine/measured"].any()
-
-
-# Bad input
-
-
-@pytest.mark.parametrize("active", [0, 5])
-def test_a_budget_beyond_the_models_top_k(active: int, olmoe_backbone: Backbone) -> None:
-    with pytest.raises(ConfigError, match=rf"'x' has active_experts {active}, but tiny olmoe runs 4 of 8"):
-        ub_smoe().start(olmoe_backbone.info, [LARGE, Budget("x", active, 2)], torch.Generator())
-
-
-def test_a_dense_model(llama_backbone: Backbone) -> None:
-    with pytest.raises(ModelError, match="UB-SMoE needs a mixture-of-experts model"):
-        ub_smoe().plan(llama_backbone.info, LARGE)
-
-
-@pytest.mark.parametrize(
-    ("option", "value", "told"),
-    [
-        ("targets", ["attention"], r"method\.targets: .*must include experts, which UB-SMoE balances"),
-        ("phi_max", -2.0, r"method\.phi_max: .*must be at least phi_min, -1\.0, got -2\.0"),
-        ("momentum", 1.5, r"method\.momentum: .*got 1\.5\.\nIt is: zeta of Eq\. 14"),
-        ("scaling", "cubic", r"method\.scaling: .*'inverse_root' or 'log', got 'cubic'"),
-        ("modulation", "all", r"method\.modulation: .*'candidate', 'preserve' or 'none', got 'all'"),
-    ],
-)
-def test_options_out_of_range(option: str, value: object, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        build_method("ub-smoe", {option: value})

@@ -18,7 +18,7 @@ from fedguild.server.method import Method, secure_form
 from fedguild.server.terms import Contributor, OpenedMeans, Upload, contribution
 from tests.backbones import tiny_backbone
 from tests.methods.federation import Federation
-from tests.methods.test_weightless import UNIFORM
+from tests.methods.test_means import NOT_BY_SIZE
 from tests.privacy.secure_sum.federation import Federation as Session
 from tests.privacy.secure_sum.federation import session_of
 from tests.privacy.secure_sum.test_methods import AMPLIFIED, BUDGETS, CLIENTS, LINEAR, fp32_bound
@@ -34,7 +34,9 @@ def backbone() -> Backbone:
 def trained(label: str, backbone: Backbone, folder: Path) -> tuple[Method, Payload, list[Upload]]:
     """A method, the state before its first round, and what six clients upload."""
     name = label.partition(" ")[0]
-    federation = Federation(backbone, build_method(name, {**LINEAR[label], **UNIFORM.get(name, {})}), CLIENTS, folder)
+    federation = Federation(
+        backbone, build_method(name, {**LINEAR[label], **NOT_BY_SIZE.get(name, {})}), CLIENTS, folder
+    )
     state = federation.start()
     return federation.method, state, federation.train(state)
 
