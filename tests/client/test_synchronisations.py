@@ -183,6 +183,7 @@ def test_operations_do_not_grow_with_experts(monkeypatch):
     assert operations[0] == operations[1]
 
 
+@pytest.mark.long
 def test_there_is_no_cliff_in_the_number_of_groups(monkeypatch):
     """More (expert, slot) groups than a kernel takes: a few more operations for each layer, not some for each group."""
     experts = 64
@@ -216,6 +217,7 @@ def test_a_step_moves_the_bytes_of_its_tokens_once_whatever_the_slots(monkeypatc
     assert moved[8] < 1.5 * moved[2]
 
 
+@pytest.mark.long
 def test_of_a_further_expert_a_step_moves_its_own_weights_and_the_routers_scores(monkeypatch):
     """At the same pairs: what it moves for each token is the same at any width of the model."""
 
@@ -274,6 +276,7 @@ def count_launches(monkeypatch):
     return launches
 
 
+@pytest.mark.long
 @WAYS
 @pytest.mark.parametrize("targets", [("attention",), ("experts",)], ids=str)
 def test_factors_are_cast_once_a_step(targets, names, monkeypatch):

@@ -77,7 +77,11 @@ _ENCODER_DECODER = frozenset({"switch-base-16"})
 _MOLE = {"rank": 2, "experts": 6, "active_experts": 2, "experts_per_client": 4, "embedding_share": 0.3}
 CASES = {
     "a3smoe": Case({"rank": 2, "targets": _EVERYTHING}),
-    "fdlora": Case({"rank": 2, "synchronise_every": 2, "held_out": 0.3, "fusion_batches": 2}, "llama", mixes=True),
+    "fdlora": Case(
+        {"rank": 2, "synchronise_every": 2, "held_out": 0.3, "fusion_batches": 2, "fusion_budget": 3},
+        "llama",
+        mixes=True,
+    ),
     "fdlora on experts": Case(
         {"rank": 2, "targets": ["q_proj", "experts"], "held_out": 0.3, "dropout": 0.0}, mixes=True
     ),
@@ -166,7 +170,7 @@ def test_every_registered_method_has_its_case() -> None:
 
 ALIKE = (
     *("a3smoe", "fedavg", "fedex-lora", "fedprompt", "fedprox", "fedptuning", "fedsa-lora", "ffa-lora", "flexlora"),
-    *("fedit", "flex", "flora", "florist", "hetlora", "hfedmoe", "rolora", "smoe-llb", "trivial"),
+    *("fedit", "flex", "flora", "florist", "guild", "hetlora", "hfedmoe", "rolora", "smoe-llb", "trivial"),
 )
 """Methods whose runs keep and send nothing of a kind that another's do not.
 

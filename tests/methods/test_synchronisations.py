@@ -92,7 +92,8 @@ def test_a_step_of_dp_sgd_without_examples_waits_for_nothing(monkeypatch):
 )
 def test_leaving_experts_alone_takes_as_many_operations_for_any_number_of_them(label, names, monkeypatch):
     let_run(monkeypatch, names, "meta")
-    operations = [steps_of(label, monkeypatch, num_experts=experts)[-1].operations for experts in (16, 64)]
+    sizes = [{"num_experts": experts, "num_hidden_layers": 1} for experts in (16, 64)]
+    operations = [steps_of(label, monkeypatch, **size)[-1].operations for size in sizes]
     assert operations[0] == operations[1]
 
 
@@ -114,7 +115,7 @@ def test_what_is_trained_is_cast_once_a_step(label, parts, monkeypatch):
     monkeypatch.setattr(Cohort, "finish", lambda self, _: shapes.update(self.trainables))
     for accumulation in (1, 3):
         settings = SETTINGS.model_copy(update={"gradient_accumulation_steps": accumulation, "batch_size": 1})
-        found = Counter(steps_of(label, monkeypatch, settings)[-1].casts)
+        found = Counter(steps_of(label, monkeypatch, settings, num_hidden_layers=1)[-1].casts)
         casts.append({name: found[tensor.stored.shape] for name, tensor in shapes.items()})
     assert casts[0] == casts[1]
     for part in parts:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -169,8 +170,13 @@ def _exchange(
 def _sent(tensor: Tensor, wire_dtype: torch.dtype) -> Tensor:
     """Returns a tensor of the same shape without values; floating-point ones have the wire's dtype."""
     dtype = wire_dtype if tensor.dtype is torch.float32 else tensor.dtype
-    return torch.empty(tensor.shape, dtype=dtype, device="meta")
+    return _without_values(tuple(tensor.shape), dtype)
 
 
 def _empty(shapes: Mapping[str, tuple[int, ...]], wire_dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: torch.empty(shape, dtype=wire_dtype, device="meta") for name, shape in shapes.items()}
+    return {name: _without_values(tuple(shape), wire_dtype) for name, shape in shapes.items()}
+
+
+@cache
+def _without_values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
