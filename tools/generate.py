@@ -34,9 +34,10 @@ from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo
 from fedguild.report import table_figures
 from tools.records.cells import CellRecord, read_choices, read_records
-from tools.records.claims import VERDICTS, claims_in_short, count_verdicts, folded_claims
-from tools.records.pages import chosen_near_chance, summary_page, table_page
+from tools.records.claims import VERDICTS, claims_in_short, count_verdicts
+from tools.records.pages import chosen_near_chance, table_page
 from tools.records.remarks import render_overview, render_remark
+from tools.records.summary import summary_grid
 
 ROOT = Path(__file__).parents[1]
 METHOD_PAGES = ROOT / "docs" / "methods"
@@ -44,7 +45,9 @@ RECORDS = METHOD_PAGES / "records"
 FIGURES = METHOD_PAGES / "figures"
 """Where the recorded tables' figures are written, as SVG files."""
 REMARK = "remark.txt"
-"""In a table's folder of records: what its results mean, a template of Markdown (`tools/records/remarks.py`)."""
+"""In a table's folder of records: what its results mean, a template of Markdown (`tools/records/remarks.py`).
+
+The first paragraph is the answer in short; the method's page has it too."""
 OVERVIEW = "overview.txt"
 """In the folder of a method's tables: what they say together, another such template."""
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -224,35 +227,31 @@ def _as_markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def _recorded(page: Path) -> str:
-    """Returns what the recorded tables say of the method that a page is about."""
+    """Returns what the recorded tables say of the method that a page is about, in short; their pages have the rest."""
     every = _recorded_tables(RECORDS)
-    parts = []
+    parts, others = [], []
     for shipped in _in_the_plans_order(tables()):
         if shipped.name not in every:
             continue
         content, of_table = every[shipped.name]
-        drawn = table_figures.drawings(content, [record.drawn for record in of_table])
-        figures = {f"{FIGURES.name}/{_figure_path(shipped, end).name}": one for end, one in drawn.items()}
+        link = f"results/{_page_name(shipped.name)}"
         if shipped.name.startswith(f"{page.stem}/"):
+            answer = _remark(shipped.name).partition("\n\n")[0]
+            scores = summary_grid(content, of_table)
             parts += [
                 f"### {shipped.name}\n",
-                f"{shipped.description} [All scores](results/{_page_name(shipped.name)}).\n",
+                f"{shipped.description} [The whole table]({link}).\n",
+                *([f"{answer}\n"] if answer else []),
+                *([scores.to_markdown()] if scores else []),
             ]
-            choices = read_choices(RECORDS, shipped.name)
-            parts.append(summary_page(content, of_table, figures, _remark(shipped.name), choices))
         elif rows := [row for row, method in _methods_of_rows(shipped).items() if method == page.stem]:
-            claims = tuple(one for one in content.claims if {one.higher, *one.lower} & set(rows))
-            shown = ", ".join(f"`{row}`" for row in rows)
-            parts.append(f"`{shipped.name}`, its {'row' if len(rows) == 1 else 'rows'} here {shown}:\n")
-            if claims:
-                of_rows = content.model_copy(update={"claims": claims})
-                parts.append(folded_claims(of_rows, of_table, _near_chance(shipped.name)))
-            else:
-                parts.append("The table makes no claim about it.\n")
+            others.append(f"- [{shipped.name}]({link}): {', '.join(f'`{row}`' for row in rows)}")
+    if others:
+        parts.append("\n".join(["Rows in other tables:\n", *others, ""]))
     if not parts:
         return "No table with this method has been recorded yet: `make tables`.\n"
     if unrun := [name for name in _plan(RECORDS) if name.startswith(f"{page.stem}/") and name not in every]:
-        parts.append(f"Planned, and not run yet: {', '.join(f'`{name}`' for name in unrun)}.\n")
+        parts.append(f"Planned, not run yet: {', '.join(f'`{name}`' for name in unrun)}.\n")
     return "\n".join([LEGEND, *parts])
 
 

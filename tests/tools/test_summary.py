@@ -55,7 +55,7 @@ def test_the_mean_perplexity_of_the_same_models_stands_behind_a_score() -> None:
     grid = summary_grid(table(), records)
     assert grid is not None
     assert [row[1].text for row in grid.rows] == ["0.500 ± 0.141 (4.00)", "0.300"]
-    assert "with the mean perplexity in brackets" in grid.title
+    assert "(mean perplexity)" in grid.title
     bare = summary_grid(table(), [record("fedit")])
     assert bare is not None
     assert "perplexity" not in bare.title

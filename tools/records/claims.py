@@ -32,16 +32,6 @@ FEWEST_SEEDS = 3
 """Seeds without which nothing is decided: two that agree by chance have a narrow interval."""
 
 
-def folded_claims(table: Table, records: Sequence[CellRecord], unjudged: Collection[str] = ()) -> str:
-    """Returns `claims_markdown`, folded away under a line with the number of each verdict; empty without a claim."""
-    if not table.claims:
-        return ""
-    claims = claims_markdown(table, records, unjudged)
-    counts = count_verdicts(table, records, unjudged)
-    told = ", ".join(f"{word} {count}" for word, count in counts.items() if count)
-    return f'<details markdown="1">\n<summary>Claims by column: {told}</summary>\n\n{claims}\n</details>\n'
-
-
 def count_verdicts(table: Table, records: Sequence[CellRecord], unjudged: Collection[str] = ()) -> dict[Word, int]:
     """Returns verdict -> how many claims have it, each column counted."""
     words = [word for claim in table.claims for word in _by_column(table, claim, records, unjudged).values()]

@@ -25,12 +25,11 @@ from tools.records.claims import (
     Values,
     claims_markdown,
     difference,
-    folded_claims,
     interval,
     scores_of,
     smallest_shown,
 )
-from tools.records.summary import by_row, first_to_last, heading, shown_grid, summary_grid
+from tools.records.summary import by_row, first_to_last, heading
 
 OF_CLIENTS = (TRAINED, RECEIVED, POOLED, MTAL)
 """Scores of the models that clients train, receive or use."""
@@ -47,7 +46,7 @@ def table_page(
     figures: Mapping[str, Drawing] = MappingProxyType({}),
     remark: str = "",
 ) -> str:
-    """Returns a table as Markdown: scores, perplexity, paired differences, what seeds could show, claims and a figure.
+    """Returns a table as Markdown: what it means, a figure, scores, perplexity, paired differences and claims.
 
     Args:
         name: The table's name.
@@ -58,7 +57,8 @@ def table_page(
         figures: Path of a figure from the page -> what it draws.
         remark: What it means, in paragraphs of Markdown; may be empty.
     """
-    parts = [f"# {description.rstrip('.')}\n", f"{_commands(name, records)}\n"]
+    parts = [f"# {description.rstrip('.')}\n", *([f"{remark.strip()}\n"] if remark.strip() else []), *_drawn(figures)]
+    parts.append(f"{_commands(name, records)}\n")
     parts.append(f"{_chosen(choices) if choices else NOT_CHOSEN}\n")
     parts += [f"{sentence}\n" for sentence in _duration(records)]
     for column in table.columns:
@@ -71,31 +71,7 @@ def table_page(
         parts.append(f"{_resolution(cells, table)}\n")
     if table.claims:
         parts.append(claims_markdown(table, records, chosen_near_chance(choices)))
-    return "\n".join([*parts, *_drawn(figures), *_said(remark)])
-
-
-def summary_page(
-    table: Table,
-    records: Sequence[CellRecord],
-    figures: Mapping[str, Drawing] = MappingProxyType({}),
-    remark: str = "",
-    choices: Sequence[ChoiceRecord] = (),
-) -> str:
-    """Returns a table in short as Markdown, for the page of its method.
-
-    One score by column, costs, what the methods report, what the seeds could show, figures, a remark, and the claims
-    folded away.
-
-    Args:
-        table: The table.
-        records: Its records.
-        figures: Path of a figure from the page -> what it draws.
-        remark: What it means, in paragraphs of Markdown; may be empty.
-        choices: What was chosen for its rows.
-    """
-    grids = [grid for make in (summary_grid, shown_grid) if (grid := make(table, records)) is not None]
-    parts = [*(grid.to_markdown() for grid in grids), *_resolutions(table, records), *_drawn(figures), *_said(remark)]
-    return "\n".join([*parts, folded_claims(table, records, chosen_near_chance(choices))] if table.claims else parts)
+    return "\n".join(parts)
 
 
 def chosen_near_chance(choices: Sequence[ChoiceRecord]) -> list[str]:
@@ -110,10 +86,6 @@ def _drawn(figures: Mapping[str, Drawing]) -> list[str]:
         paired = "" if drawing.are_differences else " Verdicts rest on paired differences."
         shown.append(f"{drawing.caption}{paired}\n")
     return shown
-
-
-def _said(remark: str) -> list[str]:
-    return [f"{remark.strip()}\n"] if remark.strip() else []
 
 
 def score_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid:
@@ -213,30 +185,8 @@ def _resolution(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> str:
     if found is None:
         return "One seed, or none in common, cannot show any difference."
     if found < ROUNDING:
-        return "The differences are the same in every seed, which leaves open what these seeds could have shown."
-    return _smallest(table, [f"{found:.3f}"])
-
-
-def _resolutions(table: Table, records: Sequence[CellRecord]) -> list[str]:
-    """Returns what the seeds of each column could show, in a sentence; nothing where none could show anything."""
-    found = {}
-    for column in table.columns:
-        cells = by_row(table, [record for record in records if record.column == column])
-        found[column] = smallest_shown(cells, table.reference, table.score)
-    shown = [
-        f"{least:.3f}" if column == ONLY_COLUMN else f"{least:.3f} ({column})"
-        for column, least in found.items()
-        if least is not None and least >= ROUNDING
-    ]
-    return [f"{_smallest(table, shown)}\n"] if shown else []
-
-
-def _smallest(table: Table, figures: Sequence[str]) -> str:
-    """Returns the sentence with the smallest differences that the seeds could have shown."""
-    return (
-        f"The smallest difference in the {TITLES[table.score]} score that these seeds could have shown is "
-        f"{', '.join(figures)}."
-    )
+        return "The differences are the same in every seed, which leaves open what these seeds could show."
+    return f"The smallest difference in the {TITLES[table.score]} score that these seeds could show is {found:.3f}."
 
 
 def _commands(name: str, records: Sequence[CellRecord]) -> str:

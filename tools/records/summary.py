@@ -70,10 +70,10 @@ def summary_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
         body.append(tuple(line))
     of = "" if len(columns) == 1 else f" in {columns[-1]}"
     shown = TITLES[table.score]
-    behind = ", with the mean perplexity in brackets" if any(record.perplexity for record in records) else ""
+    behind = " (mean perplexity)" if any(record.perplexity for record in records) else ""
     title = (
-        f"{shown[0].upper()}{shown[1:]} score, mean ± sample deviation over the seeds{behind}; what a client "
-        f"spends{of}: training FLOPs as the mean over the budgets, bytes as the mean over the clients"
+        f"{shown[0].upper()}{shown[1:]} score, mean ± sample deviation over the seeds{behind}; "
+        f"mean training FLOPs and bytes of a client{of}"
     )
     return Grid(title, tuple(header), tuple(body))
 
@@ -81,25 +81,6 @@ def summary_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
 def _perplexity(records: Iterable[CellRecord], score: str) -> str:
     known = [value for record in records if (value := perplexities(record).get(score)) is not None]
     return f" ({fmean(known):.2f})" if known else ""
-
-
-def shown_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
-    """Returns (column, row) × the figures that the table shows: their means over the seeds, first → last round.
-
-    None where the table shows none, or no record has one.
-    """
-    body = []
-    for column in table.columns:
-        for row, members in by_row(table, [record for record in records if record.column == column]).items():
-            found = [first_to_last([record.observations.get(name, {}) for record in members]) for name in table.shows]
-            if any(text != units.MISSING for text in found):
-                where = [] if column == ONLY_COLUMN else [Cell(column)]
-                body.append((*where, Cell(row), *map(Cell, found)))
-    if not body:
-        return None
-    where = [] if ONLY_COLUMN in table.columns else [Cell("column")]
-    header = (*where, Cell("row"), *(Cell(heading(name)) for name in table.shows))
-    return Grid("What the methods report, mean over the seeds, in the first → the last round", header, tuple(body))
 
 
 def heading(shown: str) -> str:
