@@ -20,7 +20,7 @@ class ClientReport:
     Attributes:
         training: Steps, tokens, examples, loss and time.
         frequency: [L, M] share of its tokens that activated each expert, fp32; None for a dense model.
-        peak_memory_bytes: Peak memory of its cohort; None where it was not measured.
+        peak_memory_bytes: Peak memory of its cohort; None if it was not measured.
     """
 
     training: LocalReport
@@ -28,7 +28,6 @@ class ClientReport:
     peak_memory_bytes: int | None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as JSON values, from which `from_json` restores it exactly."""
         return {
             "steps": self.training.steps,
             "tokens": self.training.tokens,

@@ -23,7 +23,7 @@ class CodedEngine:
     ) -> Iterator[Delivery]:
         """Yields the engine's deliveries, trained from the rounded downloads, with rounded uploads.
 
-        What several clients are sent stays one tensor, by which the engine knows it.
+        A tensor sent to several clients stays one object, so the engine can recognise it.
         """
         downloads = through_all((task.download for task in tasks), self.codec)
         rounded = [replace(task, download=download) for task, download in zip(tasks, downloads, strict=True)]
@@ -32,5 +32,4 @@ class CodedEngine:
             yield replace(delivery, upload=upload)
 
     def close(self) -> None:
-        """Closes the engine."""
         self.engine.close()

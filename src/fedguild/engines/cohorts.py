@@ -54,9 +54,8 @@ class Trained:
         upload: What the client sends.
         memory: What it keeps for its next round; None if its memory stays as it was, because the training diverged or
             there is nothing to keep.
-        report: The figures of the training.
-        left: Its model as the training left it, to be scored, with the version of the backbone that it trained on;
-            None where that is not asked for.
+        left: Its model as the training left it, to be scored, with the version of the backbone that it trained on; None
+            if not requested.
     """
 
     upload: Payload
@@ -65,11 +64,6 @@ class Trained:
     left: Payload | None = None
 
     def remember(self, memory: ClientMemory, client: str, round_index: int) -> None:
-        """Writes what the client keeps.
-
-        Raises:
-            FedGuildError: it cannot be written.
-        """
         if self.memory is not None:
             memory.save(client, round_index, self.memory)
         if self.left is not None and memory.trained is not None:
@@ -81,10 +75,7 @@ class Trainer:
     """Trains cohorts on a backbone, one at a time.
 
     Attributes:
-        backbone: The frozen model.
-        settings: How clients train.
-        seed: The run's seed.
-        on_step: Called after each optimizer step with the cohort's (steps done, steps in all, mean loss).
+        on_step: Called after each optimizer step with the cohort's (steps done, total steps, mean loss).
         private: Returns a client's DP-SGD in a round; None to train without.
     """
 
@@ -106,10 +97,8 @@ class Trainer:
         """Trains one cohort; returns its clients' results, in slot order.
 
         Args:
-            plans: What each client trains.
-            work: Each client's part, in the same order.
             round_index: The round, from 1.
-            keep_trained: Whether to return the models that the training leaves.
+            keep_trained: Whether to return the trained models for scoring.
 
         Raises:
             torch.OutOfMemoryError: the cohort does not fit the device's memory.
@@ -153,7 +142,7 @@ class Trainer:
         """Returns how many of these clients to train at once.
 
         Args:
-            lengths: The tokens of each of their examples, by client.
+            lengths: The tokens of each example, by client.
             free: Free bytes of the device's memory.
             beside: The plan of further slots, as `Method.further_plan` returns it.
         """
@@ -164,7 +153,7 @@ class Trainer:
         return auto_cohort_size(self.backbone, largest, tokens, len(plans), free, self.settings, beside, form)
 
     def _step_form(self, lengths: Sequence[Sequence[int]], tokens: int) -> StepForm:
-        """Returns how clients take their steps, given the tokens of their examples and those of a pass."""
+        """Returns how clients take their steps, from the tokens of their examples and of a pass."""
         settings, device = self.settings, self.backbone.device
         padded = most_tokens(lengths, settings.batch_size, packs=False)
         by_kernel = settings.optimizer != "sgd" and kernels.runs("optimizer", device)
@@ -183,7 +172,7 @@ def most_tokens(lengths: Sequence[Sequence[int]], batch_size: int, *, packs: boo
     Args:
         lengths: The tokens of each example, by client.
         batch_size: Rows of a client in a pass.
-        packs: Whether rows are packed where there is more than a little padding.
+        packs: Whether rows with more than a little padding are packed.
     """
     longest = max(max(own) for own in lengths)
     padded = batch_size * longest
@@ -194,15 +183,14 @@ def most_tokens(lengths: Sequence[Sequence[int]], batch_size: int, *, packs: boo
 
 
 class FittingCohorts(Generic[Member]):
-    """Splits members into cohorts; the cohort size is halved for good whenever a cohort does not fit the memory.
+    """Splits members into cohorts; whenever a cohort does not fit the memory, the cohort size is halved permanently.
 
         for cohort in cohorts:
             with cohorts.fitting():
                 ...  # train the cohort; if memory runs out, it comes again in smaller parts
 
     Args:
-        device: The device that they are trained on.
-        splits: Whether a cohort that does not fit may be trained again in parts; not where other processes share its
+        splits: Whether a cohort that does not fit may be trained again in parts; not if other processes share its
             passes.
     """
 
@@ -260,7 +248,7 @@ def split_by_need(
 ) -> tuple[list[Planned], dict[int, Delivery]]:
     """Returns the tasks to train with their plans, and client index -> the delivery of those not needed.
 
-    Which clients are needed is drawn (`fedguild.server.sampling.fastest`).
+    The clients that are needed are drawn at random (`fedguild.server.sampling.fastest`).
     """
     planned = [(task, method.plan(model, task.client.budget)) for task in tasks]
     if not planned:
@@ -275,12 +263,10 @@ def split_by_need(
 
 
 def taken_before(left_out: dict[int, Delivery], index: int | None = None) -> list[Delivery]:
-    """Removes and returns, in client order, the deliveries of the clients before `index`; all of them for None."""
     return [left_out.pop(client) for client in sorted(left_out) if index is None or client < index]
 
 
 def delivery(task: Task, plan: AdapterPlan, trained: Trained) -> Delivery:
-    """Returns the delivery of a trained client."""
     report = trained.report
     return Delivery(task, trained.upload, plan, report.training, report.frequency, report.peak_memory_bytes)
 
@@ -319,7 +305,6 @@ def auto_cohort_size(
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the free bytes of the device's memory; on a GPU with those that torch keeps cached for reuse."""
     if device.type == "cuda":
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + cached

@@ -38,12 +38,11 @@ class LocalEngine:
 
     Args:
         examples: Client index -> its training examples, encoded.
-        cohort_size: Clients in one forward and backward pass; `auto` as many as memory holds.
-        on_step: Called after each optimizer step with the cohort's (steps done, steps in all, mean
-            loss).
-        ledger: The changes to the backbone that were received; by default in a folder beside `memory`.
+        cohort_size: Clients in one forward and backward pass; `auto` for as many as memory holds.
+        on_step: Called after each optimizer step with the cohort's (steps done, total steps, mean loss).
+        ledger: The changes to the backbone that were received; by default in a folder next to `memory`.
         private: Returns a client's DP-SGD in a round; None to train without.
-        note: Takes the clients of each cohort before it is trained.
+        note: Receives the clients of each cohort before it is trained.
     """
 
     def __init__(
@@ -75,9 +74,8 @@ class LocalEngine:
     ) -> Iterator[Delivery]:
         """Yields every task's delivery, in client order, after saving each client's memory.
 
-        A client whose training diverged keeps the memory that it had. The deadline is checked
-        before each cohort; a cohort that has started is finished. With `terms.enough`, only that many
-        clients train, drawn at random.
+        A client whose training diverged keeps its previous memory. The deadline is checked before each cohort; a cohort
+        that has started is finished. With `terms.enough`, only that many clients train, drawn at random.
 
         While they train, the backbone's weights hold the changes that the downloads refer to
         (`fedguild.client.merge_ledger`); if some of those are missing, all clients fail.
@@ -120,7 +118,6 @@ class LocalEngine:
     def _delivered(
         self, cohort: Sequence[Planned], trained: Sequence[Trained], left_out: dict[int, Delivery]
     ) -> Iterator[Delivery]:
-        """Saves the memories of a cohort's clients; yields their deliveries, in client order."""
         for (task, _), result in zip(cohort, trained, strict=True):
             result.remember(self.memory, task.client.name, task.round)
         for (task, plan), result in zip(cohort, trained, strict=True):

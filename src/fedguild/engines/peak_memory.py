@@ -15,7 +15,7 @@ _RESET_PEAK = "5"
 
 
 def reset_peak(device: torch.device) -> None:
-    """Starts a new measurement, where the system can (CUDA; Linux)."""
+    """Starts a new measurement, if the system can (CUDA; Linux)."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -24,7 +24,7 @@ def reset_peak(device: torch.device) -> None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Returns the peak since `reset_peak`; since the process began where the system cannot reset it."""
+    """Returns the peak since `reset_peak`, or since the process began if the system cannot reset it."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     if _STATUS.exists():

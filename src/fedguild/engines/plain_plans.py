@@ -1,4 +1,4 @@
-"""Adapter plans as plain values, to send them to another process without a pickle of our classes."""
+"""Adapter plans as plain values, to send them to another process without pickling FedGuild's classes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ CLASS = "class"
 
 
 def plain_plan(plan: AdapterPlan) -> dict[str, Any]:
-    """Returns a plan as numbers, strings, and tuples and dicts of them."""
     return {"parts": tuple(_plain(part) for part in plan.parts), "active_experts": plan.active_experts}
 
 

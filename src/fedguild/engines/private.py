@@ -1,6 +1,6 @@
-"""An engine whose clients' answers are made private: noise on their changes, and nothing else about their data.
+"""An engine that makes its clients' answers private: noise on their changes, and nothing else about their data.
 
-It wraps the engine that trains the clients, in a simulation and on a real client's own machine alike.
+It wraps the engine that trains the clients, in a simulation and on a real client's machine alike.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ class PrivateEngine:
 
     Args:
         engine: Trains the clients; for the unit `example` by DP-SGD.
-        rules: The run's rules.
         noise: Returns the noise of a client's answer to a task.
-        examples: Returns a client's number of training examples, which it need not say.
+        examples: Returns a client's number of training examples, which it need not disclose.
     """
 
     def __init__(
@@ -55,14 +54,13 @@ class PrivateEngine:
             yield replace(self._silent(delivery), upload=upload)
 
     def close(self) -> None:
-        """Closes the engine."""
         self.engine.close()
 
     def _released(self, method: Method, task: Task, upload: Payload) -> Payload:
         """Returns an upload as it may leave the client.
 
         Raises:
-            UploadError: it has a tensor that the client did not receive, a part beside the adapter where the client
+            UploadError: it has a tensor that the client did not receive, a part besides the adapter where the client
                 adds no noise to changes, or scalars other than those that follow from the download.
         """
         expected, free = method.expected_scalars(task.download), method.data_free_scalars
@@ -79,7 +77,7 @@ class PrivateEngine:
         return upload
 
     def _noised(self, task: Task, upload: Payload) -> Payload:
-        """Returns an upload with one noise on the change of all that it has, the adapter or not, clipped together.
+        """Returns an upload with one noise on the change of all its tensors, the adapter or not, clipped together.
 
         Raises:
             UploadError: it has a tensor that the client did not receive.
@@ -98,7 +96,7 @@ class PrivateEngine:
         return Payload(noised, upload.scalars)
 
     def _silent(self, delivery: Delivery) -> Delivery:
-        """Returns a delivery without what the training says of the data."""
+        """Returns a delivery without the figures of the training, which depend on the data."""
         steps = 0
         if delivery.upload is not None:
             steps = self.rules.said_steps(self.examples(delivery.task.client.index)) or 0

@@ -1,12 +1,11 @@
 """The `ray` engine: cohorts spread over actors, one process and one backbone each, wherever Ray has room.
 
-Payloads go through Ray's object store as safetensors bytes. The clients' memory stays with the driver (the process
-that runs the rounds), which also aggregates; the actors train and score, and the driver holds no backbone. An actor
-that dies is replaced and its cohort trained again; a cohort's result depends on its inputs alone, so the round is
-unaffected.
+Payloads go through Ray's object store as safetensors bytes. The clients' memory stays with the driver (the process that
+runs the rounds), which also aggregates. The actors train and score; the driver holds no backbone. An actor that dies is
+replaced and its cohort trained again. A cohort's result depends on its inputs alone, so the round is unaffected.
 
-An actor may be a team of processes that hold one backbone between them (`gpus_per_actor`), each with cohorts of its
-own. If one of them dies, the whole team is replaced.
+An actor may be a team of processes that share one backbone's layers (`gpus_per_actor`), each with its own cohorts. If
+one of them dies, the whole team is replaced.
 """
 
 from __future__ import annotations
@@ -69,18 +68,18 @@ class RayEngine:
         backbone: The arguments of `load_backbone`, for the actors.
         examples: Client index -> its training examples, encoded.
         memory: What clients keep between rounds; stays with the driver.
-        cohort_size: Clients in one forward and backward pass; `auto` as many as an actor's memory
-            holds, and no more than gives every actor its share.
-        address: Address of a Ray cluster; None to use the one that this process is connected to, or
-            else to start one on this machine.
+        cohort_size: Clients in one forward and backward pass; `auto` for as many as an actor's memory holds, and no
+            more than every actor's share.
+        address: Address of a Ray cluster; None for the one that this process is connected to, or else a new one on this
+            machine.
         actors: Number of actors; `auto` as many as the GPUs hold, or one.
         gpu_fraction: Part of a GPU and of its memory that an actor gets.
         cpus_per_actor: CPU cores of an actor's process, and its threads.
-        gpus_per_actor: Processes of an actor, each on a GPU if there is one, over which the backbone is sharded.
+        gpus_per_actor: Processes of an actor, over which the backbone is sharded, each on a GPU if there is one.
         timeout_seconds: Time that the processes of an actor wait for each other.
-        on_step: Called after each cohort with (cohorts done, cohorts in all, its clients' mean loss).
-        note: Takes the clients of each cohort as it goes to an actor.
-        ledger: The changes to the backbone that were received; by default in a folder beside `memory`.
+        on_step: Called after each cohort with (cohorts done, total cohorts, its clients' mean loss).
+        note: Receives the clients of each cohort as it goes to an actor.
+        ledger: The changes to the backbone that were received; by default in a folder next to `memory`.
         private: Returns a client's DP-SGD in a round; None to train without.
 
     Raises:
@@ -163,9 +162,9 @@ class RayEngine:
     ) -> Iterator[Delivery]:
         """Yields every task's delivery, in client order, after saving each client's memory.
 
-        Cohorts go to the actors as these become free. The deadline is checked before each; a cohort that has
-        started is finished. With `terms.enough`, that many clients train, drawn at random as on the local engine.
-        The clients of a cohort on which `TRIES` actors died fail.
+        Cohorts go to the actors as these become free. The deadline is checked before each; a cohort that has started is
+        finished. With `terms.enough`, that many clients train, drawn at random as on the local engine. If `TRIES`
+        actors die on a cohort, its clients fail.
 
         Raises:
             FedGuildError: a device's memory is too small for one client, or a client's memory cannot be written.
@@ -177,7 +176,6 @@ class RayEngine:
         yield from taken_before(left_out)
 
     def close(self) -> None:
-        """Ends the actors, and Ray where this engine started it."""
         for team in self._teams:
             team.end()
         self._teams = []
@@ -221,7 +219,7 @@ class RayEngine:
         return [list(members[start : start + size]) for start in range(0, len(members), size)]
 
     def _largest_cohort(self, job: Plain) -> int:
-        """Returns how many of a job's clients an actor holds at once, according to the first that is alive."""
+        """Returns how many of a job's clients fit an actor, by the answer of the first that is alive."""
         for position, team in enumerate(self._teams):
             try:
                 return int(ray.get(team.actors[0].cohort_size.remote(job)))
@@ -232,7 +230,6 @@ class RayEngine:
 
     @property
     def count(self) -> int:
-        """Number of processes that score; see `fedguild.engines.worker_slots.Workers`."""
         return len(self._actors)
 
     def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
@@ -260,7 +257,7 @@ class RayEngine:
     ) -> AbstractContextManager[WorkerSlots]:
         """Loads models into all processes for the duration of a block, to be scored there.
 
-        Actors that died since the last round are replaced before.
+        Actors that died since the last round are replaced first.
         """
         for position, team in enumerate(self._teams):
             try:
@@ -271,7 +268,7 @@ class RayEngine:
         return opened(self, plans, tensors, merged, model.seq2seq)
 
     def free_bytes(self) -> int:
-        """Returns the bytes that the process with the fullest device may still use."""
+        """Returns the bytes that the process with the fullest device can still use."""
         return int(min(self.call("free_bytes", [()] * self.count)))
 
     def _new_team(self) -> _Team:
@@ -299,7 +296,7 @@ class RayEngine:
 
 @dataclass
 class _Team:
-    """An actor: one process, or several that hold a backbone between them.
+    """An actor: one process, or several that share one backbone's layers.
 
     Attributes:
         actors: The processes.
@@ -312,7 +309,6 @@ class _Team:
     group: Any = None
 
     def end(self) -> None:
-        """Ends its processes."""
         for actor in self.actors:
             ray.kill(actor)
         if self.group is not None:
@@ -328,12 +324,9 @@ class _Finished:
 
 
 class StoredVersions:
-    """The versions of the backbone's changes in Ray's object store, each encoded and put there once.
+    """The versions of the backbone's changes in Ray's object store, each encoded and stored once.
 
-    An actor fetches them when it must merge them; a node that has a version already does not get it again.
-
-    Args:
-        put: Stores an object and returns its reference.
+    An actor fetches them when it must merge them; a node that already has a version does not fetch it again.
     """
 
     def __init__(self, put: Callable[[Any], Any] = ray.put) -> None:
@@ -341,7 +334,7 @@ class StoredVersions:
         self._references: dict[str, Any] = {}
 
     def references(self, merges: Mapping[str, Tensor], contents: Mapping[int, str]) -> list[Any]:
-        """Returns where each version is, in ascending order; drops those that are not among them.
+        """Returns the reference of each version, in ascending order; drops versions that are not among `merges`.
 
         Args:
             merges: All changes, as the ledger returns them.
@@ -356,7 +349,6 @@ class StoredVersions:
         return list(self._references.values())
 
     def clear(self) -> None:
-        """Forgets all of them."""
         self._references = {}
 
 
@@ -365,7 +357,7 @@ class _Scheduler:
 
     Args:
         cohorts: All of them, in client order.
-        merges: Where Ray has the changes that the backbone must hold.
+        merges: References of the changes that the backbone must hold.
         teams: The engine's actors; a dead one is replaced in place.
         deadline_seconds: No cohort starts later than this after the scheduler's creation; None for no deadline.
         private: Returns a client's DP-SGD in a round; None to train without.
@@ -425,7 +417,7 @@ class _Scheduler:
             ]
 
     def advance(self) -> None:
-        """Gives actors that have become free their next cohort, without waiting."""
+        """Gives free actors their next cohort, without waiting."""
         self._collect(timeout_seconds=0.0)
         self._dispatch()
 
@@ -476,7 +468,7 @@ class _Scheduler:
                 self.idle.append(seat)
 
     def _replace(self, seat: int) -> None:
-        """Replaces an actor one of whose processes died; the cohorts of the others are trained again as well."""
+        """Replaces an actor of which a process died; the cohorts of its other processes are trained again as well."""
         self.teams[seat].end()
         for reference in [other for other, (own, _, _) in self.running.items() if own == seat]:
             _, position, _ = self.running.pop(reference)
@@ -486,7 +478,7 @@ class _Scheduler:
         self.teams[seat] = self.new_team()
 
     def _requeue(self, position: int) -> None:
-        """Puts a cohort whose actor or result is lost at the head of the queue, unless it used up its tries."""
+        """Puts a cohort whose actor or result is lost at the head of the queue, unless its tries are used up."""
         self.deaths[position] += 1
         if self.deaths[position] < TRIES:
             self.waiting.appendleft(position)

@@ -1,10 +1,10 @@
-"""Training and scoring in an actor of the `ray` engine, and the bytes that go to it and come back.
+"""Training and scoring in an actor of the `ray` engine, and the bytes sent to it and back.
 
-With a backbone that is sharded, an actor is one of several that each train clients of their own; it then takes part in
-the passes of the others until all have finished.
+With a sharded backbone, an actor is one of several, each of which trains different clients. It then takes part in the
+passes of the others until all have finished.
 
-Nothing here imports Ray. An actor is built from plain values and receives its work as plain values and payloads'
-bytes; a method is rebuilt from its name and options, a plan from its fields. None of our classes is pickled.
+Nothing here imports Ray. An actor is built from plain values and receives its work as plain values and payloads' bytes.
+A method is rebuilt from its name and options, a plan from its fields. No class of FedGuild is pickled.
 """
 
 from __future__ import annotations
@@ -47,12 +47,10 @@ class CohortJob:
     """The training of a cohort, without its payloads.
 
     Attributes:
-        method: Name of the method.
-        options: Its options, as JSON values.
+        options: The method's options, as JSON values.
         round: The round, from 1.
-        clients: The cohort's clients.
         merge_digest: Digest of the changes that the backbone must hold; empty for none.
-        keep_trained: Whether to return the models that the training leaves.
+        keep_trained: Whether to return the trained models for scoring.
         private: Each client's DP-SGD (`DpSgd.to_plain`); empty to train without.
     """
 
@@ -65,7 +63,6 @@ class CohortJob:
     private: tuple[Plain, ...] = ()
 
     def to_plain(self) -> Plain:
-        """Returns the job as plain values."""
         return asdict(self)
 
     @classmethod
@@ -78,7 +75,6 @@ class CohortJob:
 def job_of(
     method: Method, members: Sequence[Planned], *, keep_trained: bool = False, private: Private | None = None
 ) -> Plain:
-    """Returns a cohort's job as plain values; the method is identified by its name and options alone."""
     first, *_ = tasks = [task for task, _ in members]
     clients = tuple(task.client for task in tasks)
     noisy = () if private is None else tuple(private(client, first.round).to_plain() for client in clients)
@@ -93,7 +89,6 @@ def idle_job(method: Method, digest: str) -> Plain:
 
 
 def merge_digest(members: Sequence[Planned]) -> str:
-    """Returns the digest of the changes that the backbone must hold for these clients."""
     return str(members[0][0].download.scalars.get(DIGEST, ""))
 
 
@@ -137,7 +132,7 @@ class CohortActor:
             self.trainer = self._trainer()
 
     def address(self) -> tuple[str, int]:
-        """Returns this machine's address and a free port, at which ranks can meet."""
+        """Returns this machine's address and a free port where ranks can meet."""
         with socket.socket() as free:
             free.bind(("", 0))
             return _own_address(), int(free.getsockname()[1])
@@ -157,7 +152,6 @@ class CohortActor:
         return None
 
     def join(self, ranks: Ranks) -> None:
-        """Loads the backbone together with the other ranks."""
         self.ranks = ranks
         self.trainer = self._trainer()
 
@@ -183,7 +177,7 @@ class CohortActor:
         return self.trainer.cohort_size(plans, lengths, self._free_bytes(), beside)
 
     def train(self, job: Plain, *payloads: bytes) -> tuple[Plain, list[bytes]]:
-        """Trains a cohort, in parts where the memory does not hold it at once.
+        """Trains a cohort, in parts if the memory does not hold it at once.
 
         Args:
             job: A `CohortJob` as plain values; without clients to take part in the passes of other ranks only.
@@ -191,7 +185,7 @@ class CohortActor:
 
         Returns:
             `reports`, each client's (or an error as `error` and `hint`); and each client's upload, new memory, and
-            model as trained (each empty for none).
+                model as trained (each empty for none).
         """
         request = CohortJob.from_plain(job)
         method, clients = build_method(request.method, request.options), request.clients
@@ -235,13 +229,12 @@ class CohortActor:
             self._slots.load(slot, decode(payload).tensors)
 
     def close_slots(self) -> None:
-        """Detaches the models that `open_slots` loaded; does nothing if there are none."""
         if self._slots is not None:
             self._slots.close()
             self._slots = None
 
     def free_bytes(self) -> int:
-        """Returns the bytes of its device's memory that it may still use."""
+        """Returns the bytes of its device's memory that it can still use."""
         return self._free_bytes()
 
     def compute(self, name: str, *inputs: tuple[Any, ...]) -> list[Any] | Plain:
@@ -285,7 +278,7 @@ class CohortActor:
         """Merges the changes that the cohort trains on into the backbone, unless it holds them already.
 
         Args:
-            merges: The changes, encoded, or where Ray has each version of them; not read if the backbone holds them.
+            merges: The changes, encoded, or Ray's reference of each version; not read if the backbone holds them.
         """
         if digest != self._merged_digest:
             self._merged.close()
@@ -306,7 +299,7 @@ class CohortActor:
 
 
 def largest_layer_bytes(backbone: Backbone) -> int:
-    """Returns the bytes of the weights of a model's largest layer, of all its ranks together."""
+    """Returns the bytes of the weights of a model's largest layer, over all ranks."""
     layers: dict[str, int] = {}
     for name, weight in backbone.model.named_parameters():
         parts = name.split(".")
@@ -335,7 +328,6 @@ def encode_payloads(result: Trained) -> tuple[bytes, bytes, bytes]:
 
 
 def decode_result(report: Plain, upload: bytes, memory: bytes, left: bytes) -> Trained:
-    """Returns the result that a client's report and `encode_payloads` came from."""
     kept, trained = (decode(content) if content else None for content in (memory, left))
     return Trained(decode(upload), kept, ClientReport.from_json(report), trained)
 

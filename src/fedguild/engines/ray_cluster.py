@@ -61,7 +61,7 @@ def place(device: str, gpus: float) -> tuple[str, float]:
 
 
 def actors_on(gpus: float, gpu_fraction: float) -> int:
-    """Returns how many actors the GPUs hold, each within one of them; one where there is no GPU."""
+    """Returns how many actors the GPUs hold, each within one GPU; 1 without a GPU."""
     return max(1, int(gpus) * int(1 / gpu_fraction + ROUNDING_SLACK))
 
 
@@ -72,10 +72,10 @@ def require_room(actors: int, cpus: int, gpu_fraction: float) -> None:
 
     Args:
         cpus: CPU cores of each.
-        gpu_fraction: Part of a GPU that each gets; 0 where they compute on the CPU.
+        gpu_fraction: Part of a GPU that each gets; 0 to compute on the CPU.
 
     Raises:
-        ConfigError: it does not; the message says what was asked for and what is available.
+        ConfigError: it does not; the message has what was requested and what is available.
     """
     each = f"{cpus} CPU core(s)" + (f" and {gpu_fraction:g} GPU" if gpu_fraction else "")
     requested = f"federation.engine.ray: {actors} actor(s) with {each} each, but Ray has"

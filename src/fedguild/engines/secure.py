@@ -35,7 +35,7 @@ UNFIT = "its upload is not finite, beyond the limits of the run's config, or not
 
 @dataclass(frozen=True)
 class _Kept:
-    """What a client has trained in a round and not yet brought into a session."""
+    """What a client has trained in a round and not yet submitted to a session."""
 
     round: int
     trained: bytes
@@ -49,8 +49,8 @@ class _Kept:
 class SecureClients:
     """The clients of one process: that of a site, or all of a simulation.
 
-    Each training is brought into one session only, whether or not that ends: whoever could open the sums of two would
-    know their difference.
+    Each training enters one session only, whether or not that completes: anyone who could open the sums of two sessions
+    would know their difference.
 
     Attributes:
         budgets: The run's budgets, in the config's order.
@@ -58,9 +58,9 @@ class SecureClients:
         registered: Client index -> registered public key, of all clients.
         norm_limit: Upper limit of an upload's L2 norm, which each client checks itself; None for no limit.
         least: Fewest clients among whom each of them hides.
-        reported: As `SecureAggregation`.
-        once: Called with the digest of a training, `weights` or `values`, and that of who is in the sum that is to be
-            opened; raises UploadError where it has been in another. None where nothing is recorded.
+        reported: See `SecureAggregation`.
+        once: Called with the digest of a training, `weights` or `values`, and the digest of the clients in the sum to
+            be opened; raises UploadError if the training has been in another sum. None to record nothing.
     """
 
     budgets: Sequence[Budget]
@@ -75,7 +75,7 @@ class SecureClients:
     _disclosed: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
 
     def forget(self, client: int) -> None:
-        """Forgets what a client has trained and the session that it is in: it trains anew."""
+        """Forgets a client's training and its session: it trains again."""
         for kept in (self._kept, self._sessions, self._disclosed):
             kept.pop(client, None)
 
@@ -163,16 +163,9 @@ class SecureClients:
 
 
 class SecureEngine:
-    """Wraps an engine of simulated clients, each of which keeps its upload and takes part in the session by itself.
+    """Wraps an engine of simulated clients, each of which keeps its upload and takes part in the session.
 
     The clients' keys are drawn for this engine alone. The result does not depend on any of its random numbers.
-
-    Args:
-        engine: Trains the clients.
-        budgets: As `SecureClients`.
-        clients: How many clients there are.
-        norm_limit: As `SecureClients`.
-        reported: As `SecureAggregation`.
     """
 
     def __init__(
@@ -192,7 +185,7 @@ class SecureEngine:
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
-        """Yields the engine's deliveries without what the clients keep to themselves."""
+        """Yields the engine's deliveries without what the clients keep."""
         for delivery in self.engine.train(method, model, tasks, terms):
             if delivery.upload is None or not delivery.needed:
                 yield without_figures(replace(delivery, upload=None))
@@ -215,7 +208,6 @@ class SecureEngine:
         return answers
 
     def close(self) -> None:
-        """Closes the engine."""
         self.engine.close()
 
 
@@ -242,5 +234,5 @@ def trained_from(download: Payload, form: Form, config: bytes, parts: Sequence[s
 
 
 def without_figures(delivery: Delivery) -> Delivery:
-    """Returns a delivery without what it reports of one client's training."""
+    """Returns a delivery without the report of its client's training."""
     return replace(delivery, report=LocalReport(), frequency=None, peak_memory_bytes=None)

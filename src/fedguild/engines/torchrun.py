@@ -1,7 +1,7 @@
-"""The `local` engine in several processes that `torchrun` started, which hold one backbone between them.
+"""The `local` engine in several processes that `torchrun` started, which share one backbone's layers.
 
-Rank 0 runs the rounds and has the folder. It tells the others what to call on their actors
-(`fedguild.engines.ray_actor`), which do what those of a sharded Ray actor do; it calls its own as well.
+Rank 0 runs the rounds and has the run's folder. It tells the others what to call on their actors
+(`fedguild.engines.ray_actor`), which work like those of a sharded Ray actor; it calls its own as well.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def follow(device: str = "auto") -> None:
         device: The kind of device to compute on, as `model.device`.
 
     Raises:
-        FedGuildError: a rank did not come in time.
+        FedGuildError: a rank did not arrive in time.
     """
     ranks = _meet(device, TIMEOUT_SECONDS)
     workers = RankWorkers(ranks)
@@ -80,14 +80,13 @@ class RankWorkers:
 
     @property
     def count(self) -> int:
-        """Their number."""
         return self.ranks.size
 
     def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Calls a method of every rank's actor, each with its own arguments; returns the results in order.
 
         Raises:
-            FedGuildError: a rank did not come in time, or failed.
+            FedGuildError: a rank did not arrive in time, or failed.
         """
         try:
             with self.ranks.naming_who_hangs():
@@ -101,7 +100,7 @@ class RankWorkers:
         return results
 
     def answer(self) -> bool:
-        """Does what rank 0 asks for next; returns whether there is more to come."""
+        """Executes rank 0's next request; returns whether there are more to come."""
         with self.ranks.naming_who_hangs():
             self._exchange(None)
         return self.actor is not None
@@ -139,10 +138,10 @@ class TorchrunEngine:
         backbone: The arguments of `load_backbone`.
         examples: Client index -> its training examples, encoded.
         memory: What clients keep between rounds; stays with rank 0.
-        cohort_size: Clients in one forward and backward pass; `auto` as many as a rank's memory holds, and no more than
-            gives every rank its share.
+        cohort_size: Clients in one forward and backward pass; `auto` for as many as a rank's memory holds, and no more
+            than every rank's share.
         timeout_seconds: Time that the ranks wait for each other.
-        on_step: Called after each cohort with (cohorts done, cohorts in all, its clients' mean loss).
+        on_step: Called after each cohort with (cohorts done, total cohorts, its clients' mean loss).
         private: Returns a client's DP-SGD in a round; None to train without.
 
     Raises:
@@ -178,8 +177,8 @@ class TorchrunEngine:
         `terms.enough`, that many clients train, drawn at random as in a single process.
 
         Raises:
-            FedGuildError: a rank did not come in time, its device's memory is too small, or a client's memory cannot be
-                written.
+            FedGuildError: a rank did not arrive in time, its device's memory is too small, or a client's memory cannot
+                be written.
         """
         planned, left_out = split_by_need(method, model, tasks, terms, self.seed)
         for delivered in self._deliveries(method, planned, terms.deadline_seconds):
@@ -194,15 +193,13 @@ class TorchrunEngine:
         merged: Mapping[str, Tensor],
         model: ModelInfo,
     ) -> AbstractContextManager[WorkerSlots]:
-        """Loads models into all ranks for the duration of a block, to be scored there."""
         return opened(self.workers, plans, tensors, merged, model.seq2seq)
 
     def free_bytes(self) -> int:
-        """Returns the bytes that the rank with the fullest device may still use."""
         return int(min(self.workers.call("free_bytes", [()] * self.workers.count)))
 
     def close(self) -> None:
-        """Ends the other ranks, unless one of them has failed: torchrun then ends them."""
+        """Ends the other ranks, unless one of them has failed: then torchrun ends them."""
         if not self.workers.has_failed:
             self.workers.call(END, [()] * self.workers.count)
             self.workers.ranks.close()
@@ -234,7 +231,7 @@ class TorchrunEngine:
                 yield from (delivery(task, plan, result) for (task, plan), result in zip(cohort, results, strict=True))
 
     def _trained(self, method: Method, volley: Sequence[Sequence[Planned]], merges: bytes) -> list[list[Trained]]:
-        """Trains a cohort on each rank, of as many as there are; `merges` is empty if they hold its changes."""
+        """Trains one cohort on each rank; `merges` is empty if they hold its changes already."""
         arguments: list[tuple[Any, ...]] = []
         for cohort in volley:
             tasks = [task for task, _ in cohort]
@@ -267,7 +264,7 @@ class TorchrunEngine:
 
 
 def _meet(device: str, timeout_seconds: float) -> Ranks:
-    """Meets the other ranks, each on the GPU of its number on its machine if there are GPUs."""
+    """Meets the other ranks; each uses the GPU of its local rank if there are GPUs."""
     kind = pick_device(device)
     if kind.type == "cuda":
         kind = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

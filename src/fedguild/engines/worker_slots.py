@@ -1,6 +1,6 @@
 """Scoring of models in other processes, each of which holds the backbone or a part of it.
 
-The batches are those of an evaluation in this process, so that its results are the same bits.
+The batches are those of an evaluation in this process, so the results have the same bits.
 """
 
 from __future__ import annotations
@@ -38,11 +38,7 @@ class Workers(Protocol):
 
 
 class WorkerSlots:
-    """Several models, loaded in every worker; they score batches in turn. An `EvaluatedModel`.
-
-    Args:
-        seq2seq: The input form of an encoder-decoder model; None for a causal model.
-    """
+    """Several models, loaded in every worker; they score batches in turn. An `EvaluatedModel`."""
 
     device = torch.device("cpu")
 
@@ -52,17 +48,15 @@ class WorkerSlots:
         self.seq2seq = seq2seq
 
     def token_losses(self, batch: SlotBatch) -> Tensor:
-        """Returns [P], the negative log-likelihood in nats of each of the batch's targets."""
         (losses,) = self.each("token_losses", [(batch,)])
         return losses  # type: ignore[no-any-return]
 
     def generate(self, prompts: Sequence[Sequence[Sequence[int]]], max_new_tokens: int) -> list[list[list[int]]]:
-        """Returns the greedy continuation of `prompts[slot][row]`, without the prompt, cut at its end."""
         (texts,) = self.each("generate", [(prompts, max_new_tokens)])
         return texts  # type: ignore[no-any-return]
 
     def each(self, name: str, inputs: Iterable[tuple[Any, ...]]) -> Iterator[Any]:
-        """Yields the results of one of the methods above for many inputs, of which every worker computes some.
+        """Yields the results of `token_losses` or `generate` for many inputs, distributed over the workers.
 
         Raises:
             FedGuildError: a worker failed.
@@ -85,11 +79,7 @@ def opened(
     merged: Mapping[str, Tensor],
     seq2seq: Seq2Seq | None,
 ) -> Iterator[WorkerSlots]:
-    """Loads models into all workers, for the duration of the block.
-
-    Args:
-        seq2seq: The input form of an encoder-decoder model; None for a causal model.
-    """
+    """Loads models into all workers, for the duration of the block."""
     digest = f"scored {next(_numbers)}" if merged else ""
     payloads = [*(encode(Payload(own)) for own in tensors), encode(Payload(merged))]
     arguments = ([plain_plan(plan) for plan in plans], digest, *payloads)

@@ -65,22 +65,17 @@ _ERRORS = {
 
 
 class GridTransport:
-    """The transport over Flower's Grid (`fedguild.federation.flower.transport.Transport`).
-
-    Args:
-        grid: The Grid that Flower passes to a ServerApp.
-    """
+    """The transport over Flower's Grid (`fedguild.federation.flower.transport.Transport`)."""
 
     def __init__(self, grid: Grid) -> None:
         self._grid = grid
         self._arriving: dict[str, _Arriving] = {}
 
     def nodes(self) -> list[Node]:
-        """Returns the nodes that Flower considers online."""
         return sorted((Node(info.node_id, info.name) for info in self._grid.get_nodes()), key=lambda node: node.id)
 
     def send(self, node: int, message: Message, *, ttl_seconds: float) -> str:
-        """Sends a message; returns the id that Flower gives it.
+        """Sends a message; returns Flower's id of it.
 
         Raises:
             FedGuildError: Flower's server did not accept the message.
@@ -100,9 +95,8 @@ class GridTransport:
     def poll(self, message_id: str, limit_bytes: int | None = None) -> Message | NoReply | None:
         """Returns the reply to a message, if it has arrived.
 
-        A reply is counted while its parts arrive, so that no more than the limit, and a few parts of at most 64 MiB, is
-        ever in memory. One whose parts are not all there yet has not arrived: a client that sends slowly holds up
-        nobody else.
+        A reply is counted while its parts arrive, so memory never holds more than the limit and a few parts of at most
+        64 MiB. A reply with missing parts counts as not arrived: a client that sends slowly delays nobody else.
         """
         try:
             replies = self._pull(message_id, limit_bytes)
@@ -128,11 +122,11 @@ class GridTransport:
         return None
 
     def _pull(self, message_id: str, limit_bytes: int | None) -> list[FlowerMessage]:
-        """Returns the reply to a message from Flower's Grid, if there is one, as a whole.
+        """Returns the complete reply to a message from Flower's Grid, if there is one.
 
         Raises:
             _BeyondError: it is larger than the limit, and was deleted.
-            _TooSlowError: its parts do not come, and were deleted.
+            _TooSlowError: its parts do not arrive, and were deleted.
         """
         from flwr.superlink.grid.http_grid import HttpGrid
 
@@ -165,7 +159,7 @@ class _BeyondError(Exception):
 
 
 class _NotYetError(Exception):
-    """A part of a reply is not there yet."""
+    """A part of a reply has not arrived yet."""
 
 
 class _TooSlowError(Exception):
@@ -174,13 +168,13 @@ class _TooSlowError(Exception):
 
 @dataclass
 class _Arriving:
-    """A reply that Flower's server has told of, which it does once, while its parts may still come in.
+    """A reply that Flower's server has announced, which it does once, while parts may still be missing.
 
     Attributes:
-        started: When it was told of, in seconds of the monotonic clock.
-        response: What it told; None before.
-        missing: Objects that were not there when they were last looked for, and those that were not looked for since.
-        seen_bytes: Bytes of those that were.
+        started: When it was announced, in seconds of the monotonic clock.
+        response: The announcement; None before.
+        missing: Objects that were missing at the last look, and those not looked for since.
+        seen_bytes: Bytes of the objects that have arrived.
     """
 
     started: float = field(default_factory=time.monotonic)
@@ -189,18 +183,18 @@ class _Arriving:
     seen_bytes: int = 0
 
     def require_time(self) -> None:
-        """Raises _TooSlowError if the parts do not come fast enough."""
+        """Raises _TooSlowError if the parts do not arrive fast enough."""
         waited = time.monotonic() - self.started
         if waited > _GRACE_SECONDS + self.seen_bytes / _SLOWEST_BYTES_PER_SECOND:
             raise _TooSlowError(f"its answer did not arrive as a whole within {waited:.0f} s")
 
 
 class _Meter:
-    """Flower's client for one pull of a reply, which counts what it brings.
+    """Flower's client for one pull of a reply, which counts what it receives.
 
-    Flower's Grid asks for a reply's message and the tree of its objects, then for every object, then confirms, and puts
-    the reply together last; an object may go into it many times. It would wait for an object that is not there: the
-    meter ends the pull then, and before the next one looks whether those that were missing have come.
+    Flower's Grid asks for a reply's message and the tree of its objects, then for every object, then confirms, and
+    finally assembles the reply; an object may occur in it many times. The Grid would wait for a missing object. The
+    meter ends the pull instead, and before the next one checks whether the missing objects have arrived.
 
     Args:
         limit_bytes: Most bytes of a reply's objects.
@@ -217,12 +211,12 @@ class _Meter:
         return getattr(self._client, name)
 
     def is_complete(self) -> bool:
-        """Returns whether the objects that were missing are there now; what they hold is not kept.
+        """Whether the missing objects have arrived; their content is discarded.
 
         Raises:
-            _NotYetError: one of them is not.
+            _NotYetError: an object is missing.
             _BeyondError: they are larger than the limit.
-            _TooSlowError: they do not come.
+            _TooSlowError: they do not arrive.
         """
         arriving = self._arriving
         while arriving.missing:
@@ -240,7 +234,6 @@ class _Meter:
         return True
 
     def PullMessages(self, request: Any) -> Any:  # noqa: N802
-        """Counts the objects of the replies."""
         arriving = self._arriving
         if arriving.response is None:
             arriving.response, arriving.started = self._client.PullMessages(request), time.monotonic()
@@ -256,7 +249,6 @@ class _Meter:
         return arriving.response
 
     def PullObject(self, request: Any) -> Any:  # noqa: N802
-        """Counts an object's bytes."""
         if self._pulled > self._limit:
             raise _BeyondError
         response = self._client.PullObject(request)
@@ -275,10 +267,10 @@ class _Meter:
         return response
 
     def _note_missing(self) -> None:
-        """Notes the objects of a reply that have not been seen, once.
+        """Records the objects of a reply that have not been seen, once.
 
         Raises:
-            _TooSlowError: they do not come.
+            _TooSlowError: they do not arrive.
         """
         arriving = self._arriving
         with self._lock:
@@ -290,14 +282,14 @@ class _Meter:
         arriving.require_time()
 
     def ConfirmMessageReceived(self, request: Any) -> Any:  # noqa: N802
-        """Counts what a reply will have when it is put together; everything has been pulled now."""
+        """Counts the size of the assembled reply; everything has been pulled now."""
         whole = sum(self._sizes[children[place]] for children, places in self._arrays for place in places)
         if whole > self._limit:
             raise _BeyondError
         return self._client.ConfirmMessageReceived(request)
 
     def discard(self) -> None:
-        """Has Flower's server delete the replies."""
+        """Deletes the replies from Flower's server."""
         response = self._arriving.response
         for message in [] if response is None else response.messages_list:
             run, received = self._grid.run.run_id, message.metadata.message_id
@@ -307,7 +299,7 @@ class _Meter:
 
 
 def make_server_app(main: Callable[[GridTransport, Mapping[str, Any]], None]) -> ServerApp:
-    """Returns the app that Flower runs on the server; `main` gets the transport and the run's settings."""
+    """Returns the app that Flower runs on the server; `main` receives the transport and the run's settings."""
     app = ServerApp()
 
     @app.main()
@@ -333,7 +325,6 @@ def make_client_app(handle: Callable[[Message], Message]) -> ClientApp:
 
 
 def to_records(message: Message) -> RecordDict:
-    """Returns a message as Flower's records."""
     body = Array(dtype="uint8", shape=(len(message.body),), stype=_BYTES, data=message.body)
     return RecordDict({HEADER: ConfigRecord({HEADER: message.header()}), BODY: ArrayRecord({BODY: body})})
 

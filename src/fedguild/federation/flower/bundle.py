@@ -1,7 +1,7 @@
 """The app that a run of Flower carries, as a bundle: a zip file with a `pyproject.toml` that names the app's parts.
 
 Flower sends the bundle from the server to the clients. FedGuild's names modules of the installed package and has no
-code of its own, so a bundle with anything else in it is somebody else's. The check runs nothing of the bundle.
+code of its own, so a bundle with any code is not FedGuild's. The check executes nothing of the bundle.
 
 Flower's own check, `--trusted-entities`, accepts only signatures that its Hub adds to an app from the Hub.
 """
@@ -18,7 +18,7 @@ LARGEST_BYTES = 2**20
 
 
 def build(project: str) -> bytes:
-    """Returns the bundle that Flower makes of an app whose only file is this `pyproject.toml`."""
+    """Returns Flower's bundle of an app whose only file is this `pyproject.toml`."""
     from flwr.cli.build import build_fab_from_files
 
     return build_fab_from_files({PROJECT: project.encode()})[0]
@@ -27,11 +27,11 @@ def build(project: str) -> bytes:
 def refusal(bundle: bytes, project: str) -> str:
     """Returns why a bundle is not the app that this `pyproject.toml` describes; empty if it is.
 
-    Flower writes the file anew, and a zip file depends on the library that compresses it, so values are compared rather
+    Flower rewrites the file, and a zip file depends on the library that compresses it, so values are compared rather
     than bytes.
 
     Args:
-        bundle: The bundle, from whomever.
+        bundle: The bundle, untrusted.
         project: The text of the trusted app's `pyproject.toml`.
     """
     try:

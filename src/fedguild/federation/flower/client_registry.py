@@ -35,8 +35,7 @@ class RegisteredClient:
 
     Attributes:
         node: The transport's number for its machine.
-        client: Its index.
-        description: What else it said: examples, budget, versions.
+        description: The rest of its answer: examples, budget, versions.
     """
 
     node: int
@@ -88,7 +87,7 @@ class ClientRegistry:
 
         Args:
             enough: This many clients are enough once `grace_seconds` have passed; None for all.
-            grace_seconds: Time to wait for the other clients if enough are there.
+            grace_seconds: Time to wait for the other clients if enough have registered.
 
         Raises:
             QuorumError: clients are missing after `wait_seconds`; the message names them, and those that were turned
@@ -114,12 +113,12 @@ class ClientRegistry:
             time.sleep(self.poll_seconds)
 
     def turn_away(self, client: int, reason: str) -> None:
-        """Turns a client away that has registered, and its node with it."""
+        """Turns away a client that has registered, and its node with it."""
         registered = self.clients.pop(client)
         self._refuse(registered.node, client_name(client), reason)
 
     def _refuse(self, node: int, name: str, reason: str) -> None:
-        """Turns a node away for now, or for good; what is said again of the same node is not told again."""
+        """Turns a node away, for now or permanently; a repeated reason for the same node is not reported again."""
         before, self.refused[node] = self.refused.get(node), printable(f"{name}: {reason}")
         self._pause(node, REFUSED_SECONDS)
         if self.refused[node] != before:
@@ -129,8 +128,8 @@ class ClientRegistry:
     def refresh(self) -> None:
         """Asks new nodes to identify themselves, and registers those whose replies have arrived.
 
-        A node that was turned away is asked again after a pause that grows, so that a site whose settings were
-        corrected takes part from the next round on: it keeps its key, and so its node.
+        A node that was turned away is asked again after a growing pause, so a site whose settings were corrected takes
+        part from the next round on: it keeps its key, and so its node.
         """
         registered = {client.node for client in self.clients.values()}
         for node in self.transport.nodes():
@@ -155,18 +154,16 @@ class ClientRegistry:
                 self._register(id, key_names.get(id, ""), reply)
 
     def _ask_later(self, node: int, failure: str) -> None:
-        """Asks a node that did not identify itself again after a pause."""
         self._pause(node, 1.0)
         self.echo(f"A node did not identify itself: {printable(failure).rstrip('.')}.")
 
     def _pause(self, node: int, seconds: float) -> None:
-        """Leaves a node alone for some time, twice as long each time."""
+        """Does not ask a node for some time, twice as long each time."""
         failures = self._failed.get(node, (0, 0.0))[0] + 1
         pause = min(seconds * 2.0 ** min(failures - 1, 32), LONGEST_PAUSE_SECONDS)
         self._failed[node] = (failures, time.monotonic() + pause)
 
     def is_revoked(self, client: int) -> bool:
-        """Whether a client's key was revoked."""
         return client_name(client) in self.revoked()
 
     def node_of(self, client: int) -> int | None:

@@ -2,7 +2,7 @@
 
 A reply is matched to its task by the message id and must name the same run, round and client. Uploads are written to
 disk as they arrive and decoded in client order. A client that answers a later request but not its task has lost the
-task (its machine was restarted) and is not waited for.
+task because its machine was restarted; it is not waited for.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class _Reply:
 
 @dataclass(frozen=True)
 class Patience:
-    """How long a round waits for its slowest clients, so that one that says nothing does not hold it up for ever.
+    """How long a round waits for its slowest clients, so that a silent client does not block it.
 
     Attributes:
         quorum: The fewest deliveries that a round needs.
@@ -83,15 +83,15 @@ class Patience:
     least_seconds: float
 
     def enough(self, asked: int) -> int:
-        """Returns how many deliveries begin the wait for the others: a quorum, and more than half of the asked.
+        """Returns how many deliveries start the wait for the others: a quorum, and more than half of the clients asked.
 
-        Among more than half there is an honest one, unless most clients are hostile: one that answers at once cannot
-        shut out those that train.
+        More than half include an honest client, unless most clients are hostile: a client that answers at once cannot
+        exclude those that train.
         """
         return max(self.quorum, asked // 2 + 1)
 
     def deadline(self, started: float, now: float) -> float:
-        """Returns the time at which the wait ends, where enough have delivered `now`."""
+        """Returns the time at which the wait ends, if enough have delivered `now`."""
         return now + max(self.least_seconds, self.factor * (now - started))
 
 
@@ -99,8 +99,6 @@ class FlowerEngine:
     """Trains the clients of a round on their own machines.
 
     Args:
-        transport: Reaches the clients' nodes.
-        registry: Knows which node is which client.
         run_metadata: Metadata that accompanies the payload of every request: the run's config.
         uploads: Folder for uploads until they are aggregated.
         limit_bytes: Largest encoded upload that is decoded; None for no limit.
@@ -108,9 +106,9 @@ class FlowerEngine:
         silence_seconds: A client that has not replied for this long is asked whether it still has its task.
         reconnect_seconds: How long to wait for a client that is not connected; one that did not reconnect in that time
             is not waited for again until it has been seen.
-        patience: How long the slowest clients are waited for; None for as long as the round's deadline says.
+        patience: How long to wait for the slowest clients; None to wait until the round's deadline.
         secure: Whether the clients keep their uploads and go through a secure aggregation (`exchange`).
-        step_seconds: How long a step of that waits for the clients.
+        step_seconds: How long a step of a secure aggregation waits for the clients.
         keys: Folder of the clients' public keys, `client-000.pub` and so on; None if the server has none.
     """
 
@@ -212,13 +210,13 @@ class FlowerEngine:
         Args:
             body_of: Client index -> the request's body; called when it is sent, and not kept.
             wait_seconds: How long to wait for the replies.
-            metadata: The request's metadata, beside the run's config.
+            metadata: The request's metadata, in addition to the run's config.
         """
         return self._ask(self.registry.clients, kind, round, body_of, wait_seconds, metadata, self.patience)
 
     @property
     def registered(self) -> Mapping[int, PublicKey]:
-        """The clients' public keys as they are now, of those that the server knows."""
+        """The current public keys of the clients whose keys the server has."""
         from fedguild.privacy.secure_sum.keys import load_known
 
         return {} if self.keys is None else load_known(self.keys)
@@ -295,7 +293,7 @@ class FlowerEngine:
         return dict(sorted(replies.items()))
 
     def _send(self, task: Task) -> None:
-        """Sends a task, or records why it cannot be sent; not if an earlier attempt has succeeded meanwhile."""
+        """Sends a task, or records why it cannot be sent; skips it if an earlier attempt has succeeded meanwhile."""
         index = task.client.index
         earlier = self._replies.pop((task.round, index), None)
         if earlier is not None and not earlier.failure:
@@ -318,7 +316,7 @@ class FlowerEngine:
         self._limits[message_id] = self._largest_upload(task)
 
     def _largest_upload(self, task: Task) -> int:
-        """Returns the bytes that no honest answer to a task exceeds; in a secure run it has a header only."""
+        """Returns the bytes that no honest answer to a task exceeds; in a secure run it is only a header."""
         if self.secure or self._shapes_of is None:
             return HEADER_BYTES
         upload_bytes = SPARE_BYTES + _widest_bytes(self._shapes_of(task))
@@ -331,7 +329,7 @@ class FlowerEngine:
         return LARGEST_ANSWER.get(kind, HEADER_BYTES)
 
     def _allow_secure_answers(self, tasks: Sequence[Task]) -> None:
-        """Notes how large an answer to a step of a secure aggregation may be: twice all that a round's clients hold.
+        """Sets the limit of an answer to a step of a secure aggregation: twice all that a round's clients hold.
 
         A client may have to send masked zeros for what only others hold.
         """
@@ -377,12 +375,12 @@ class FlowerEngine:
         self._abandoned.sweep(time.monotonic())
 
     def _give_up(self, message_id: str) -> None:
-        """Waits for a task's answer no longer; one that comes all the same is deleted."""
+        """Stops waiting for a task's answer; one that arrives anyway is deleted."""
         del self._pending[message_id]
         self._abandoned.add(message_id)
 
     def _record(self, task: Task, reply: _Reply, round: int) -> None:
-        """Keeps a reply for its delivery; one of an earlier round is late, and only its upload counts."""
+        """Keeps a reply for its delivery. For a late reply of an earlier round, only the upload counts."""
         key = (task.round, task.client.index)
         if task.round == round:
             earlier = self._replies.get(key)
@@ -394,7 +392,7 @@ class FlowerEngine:
             self._late.append((task, reply))
 
     def _store(self, task: Task, reply: Message | NoReply) -> _Reply:
-        """Writes a reply's upload to disk, without decoding it, if its envelope fits the task."""
+        """Writes a reply's upload to disk, without decoding it, if its envelope matches the task."""
         if isinstance(reply, NoReply):
             return _Reply(failure=reply.reason)
         if reply.failure:
@@ -455,7 +453,6 @@ class FlowerEngine:
         self._replies = {key: reply for key, reply in self._replies.items() if key[0] == round}
 
     def _decoded(self, method: Method, model: ModelInfo, task: Task, reply: _Reply) -> Delivery:
-        """Returns a reply's delivery, with its upload decoded."""
         plan = method.plan(model, task.client.budget)
         if reply.upload is None:
             return Delivery(task, None, plan, failure=reply.failure)
@@ -481,7 +478,7 @@ def _widest_bytes(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _answer_to(request: Message, reply: Message | NoReply) -> Message:
-    """Returns the answer to a request; one with a failure where there is none, or it answers something else."""
+    """Returns the answer to a request; one with a failure if there is none, or if it answers another request."""
     if isinstance(reply, NoReply):
         return request.reply(failure=reply.reason)
     if reply.failure:
@@ -494,9 +491,6 @@ def _answer_to(request: Message, reply: Message | NoReply) -> Message:
 
 def read_payload(body: bytes, source: str) -> Payload:
     """Returns the payload of a message's body, expanded from its codec.
-
-    Args:
-        source: Origin of the payload, for the error message.
 
     Raises:
         UploadError: the bytes are not a payload.

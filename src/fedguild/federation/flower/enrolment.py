@@ -1,7 +1,7 @@
 """A program that registers and revokes clients' keys with Flower's server, any number of them over one connection.
 
 Flower's own command starts a Python process for every key, which takes seconds. This one reads a JSON object from its
-standard input and writes a line of JSON for every key: its name, and why it was not taken or found, empty if it was.
+standard input and writes a line of JSON for every key: its name, and why it was not accepted or found, empty if it was.
 
     {"register": {"client-000": "nodes/client-000.pub"}, "revoke": ["client-001"]}
 """
@@ -26,7 +26,7 @@ UNKNOWN = "no key is registered under this name"
 
 
 def main(connection: str, work: Mapping[str, Any], write: Callable[[str], None]) -> None:
-    """Does what a JSON object asks for.
+    """Executes the request of a JSON object.
 
     Args:
         connection: The name of the server in Flower's config.
@@ -50,14 +50,14 @@ def _register(client: Any, name: str, path: Path) -> str:
 
 
 def _public_key(path: Path) -> bytes:
-    """Returns a client's public key as Flower's server wants it.
+    """Returns a client's public key in the form of Flower's server.
 
-    Flower's own function for this ends the whole process a few seconds after it met a bad key.
+    Flower's own function for this ends the whole process a few seconds after it meets a bad key.
 
     Raises:
-        OSError: The file cannot be read.
-        ValueError: It holds no public key on a NIST curve.
-        cryptography.exceptions.UnsupportedAlgorithm: It holds a key of a kind that is not known.
+        OSError: the file cannot be read.
+        ValueError: it holds no public key on a NIST curve.
+        cryptography.exceptions.UnsupportedAlgorithm: it holds a key of an unknown kind.
     """
     key = load_ssh_public_key(path.read_bytes())
     if not isinstance(key, ec.EllipticCurvePublicKey) or not uses_nist_ec_curve(key):
@@ -75,7 +75,7 @@ def _revoke(client: Any, name: str) -> str:
 
 
 def _line(name: str, work: Callable[[], str]) -> str:
-    """Returns the line of one key; the fault of one is none of the others'."""
+    """Returns the line of one key; an error with one key does not affect the others."""
     try:
         fault = work()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Requests to the fleet's interface of Flower's server, as far as the gateway looks into them."""
+"""The parts of requests to the fleet's interface of Flower's server that the gateway inspects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 
 def repeats(headers: Headers) -> bool:
-    """Whether one of Flower's headers comes twice: this gateway and Flower's server might each read another one."""
+    """Whether one of Flower's headers occurs twice: the gateway and Flower's server might read different ones."""
     names = [name.lower() for name, _ in headers if name.lower().startswith(_FLOWERS)]
     return len(names) > len(set(names))
 
@@ -31,9 +31,8 @@ def repeats(headers: Headers) -> bool:
 def signer(headers: Headers) -> bytes | None:
     """Returns the public key that signed a request, in PEM; None if it is not signed by the key that it names.
 
-    The request has no header of Flower's twice (`repeats`).
-
-    Whether the key is registered, and the signature fresh, is for Flower's server to say.
+    The request must not repeat a header of Flower's (`repeats`). Flower's server checks whether the key is registered
+    and the signature fresh.
     """
     given = {name.lower().decode("latin-1"): value for name, value in headers if len(value) <= _LONGEST_HEADER_BYTES}
     try:

@@ -1,9 +1,9 @@
-"""The only port that faces clients: TLS, and of Flower's interfaces the fleet's alone.
+"""The only port that clients can reach: TLS, and of Flower's interfaces only the fleet's.
 
 Flower's server answers three interfaces on one port. Only the fleet's authenticates its callers, by the keys of the
-clients; whoever reaches the others can start apps. So Flower's server listens on 127.0.0.1, and this gateway, in front
-of it, forwards requests to `/v1/fleet/` and refuses all others without forwarding a byte. Of what it forwards it reads
-the body of signed requests only, counts each key's bytes, and compares a message's sender with the node that sends it.
+clients; anyone who reaches the others can start apps. So Flower's server listens on 127.0.0.1, and this gateway
+forwards requests to `/v1/fleet/` and refuses all others without forwarding a byte. It reads the body of signed requests
+only, counts each key's bytes, and compares a message's sender with the node that sends it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class _QuotaError(Exception):
 
 
 class _SlowError(Exception):
-    """A request's body does not come fast enough."""
+    """A request's body does not arrive fast enough."""
 
 
 class Quota:
-    """How many bytes each client may send: some at once, and as many again in every window (a leaky bucket).
+    """How many bytes each client may send: a burst, and as many again in every window (a leaky bucket).
 
-    So within the first window, or any after a long silence, up to twice as many.
+    Within the first window, or any after a long silence, it may therefore send up to twice as many.
 
     Args:
         most_bytes: At once.
@@ -76,7 +76,7 @@ class Quota:
         self._told: dict[bytes, float] = {}
 
     def take(self, key: bytes, size_bytes: int) -> bool:
-        """Whether a client may send so many bytes more; they are counted if it may."""
+        """Whether a client may send this many more bytes; if so, they are counted."""
         now = self._clock()
         level = self._level(key, now) + size_bytes
         if level > self.most_bytes:
@@ -96,7 +96,7 @@ class Quota:
         return True
 
     def forget(self, key: bytes) -> None:
-        """Forgets a key that is no client's."""
+        """Forgets a key that belongs to no client."""
         self._levels.pop(key, None)
         self._told.pop(key, None)
 
@@ -111,7 +111,7 @@ class Gateway:
     Args:
         server: Flower's server, `https://127.0.0.1:9444`.
         quota: How much each client may send; None for any number of bytes.
-        bytes_per_second: The least rate at which a body may come after its first `BODY_SECONDS`.
+        bytes_per_second: The least rate of a body after its first `BODY_SECONDS`.
     """
 
     def __init__(
@@ -176,7 +176,6 @@ class Gateway:
             await response.aclose()
 
     async def _counted(self, key: bytes, receive: Receive) -> AsyncIterator[bytes]:
-        """Yields a request's body as it arrives, within what its client may send."""
         async for chunk in _body(receive, self._bytes_per_second):
             if self._quota is not None and not self._quota.take(key, len(chunk)):
                 raise _QuotaError
@@ -184,7 +183,6 @@ class Gateway:
 
 
 async def _whole(body: AsyncIterator[bytes] | None, limit_bytes: int) -> bytes:
-    """Returns a body as a whole."""
     content = bytearray()
     if body is not None:
         async for chunk in body:
@@ -197,7 +195,7 @@ async def _whole(body: AsyncIterator[bytes] | None, limit_bytes: int) -> bytes:
 async def _body(receive: Receive, bytes_per_second: float) -> AsyncIterator[bytes]:
     """Yields a request's body as it arrives.
 
-    Only the time counts that is spent waiting for the client: what Flower's server takes is not the client's fault.
+    Only time spent waiting for the client counts: a slow Flower server is not the client's fault.
     """
     size_bytes, more, waited = 0, True, 0.0
     while more:

@@ -53,7 +53,7 @@ def request(folder: Path, message: Message, *, wait_seconds: float = 600.0) -> M
 
 
 def will_pass(failure: str) -> bool:
-    """Whether a failure is of the trainer's process, which is restarted, and says nothing about the request."""
+    """Whether a failure is of the trainer's process, which is restarted, and not of the request."""
     return failure.startswith((TRAINER_DIED, TRAINER_ABSENT))
 
 
@@ -61,7 +61,7 @@ def serve(folder: Path, handle: Callable[[Message], Message], *, running: Callab
     """Answers requests, one at a time, until `running` returns False.
 
     Args:
-        folder: Where to write the address and the token.
+        folder: Receives the address and the token.
         handle: Returns the reply to a message; a FedGuildError that it raises becomes a reply with a failure.
         running: Called about once a second.
     """
@@ -82,7 +82,7 @@ def serve(folder: Path, handle: Callable[[Message], Message], *, running: Callab
 
 
 def _serve_one(connection: socket.socket, token: str, handle: Callable[[Message], Message]) -> None:
-    """Answers one request; a caller without the token, or one that has gone away, gets no reply."""
+    """Answers one request; a caller without the token, or one that has disconnected, gets no reply."""
     connection.settimeout(CONNECT_SECONDS)
     try:
         if not hmac.compare_digest(_receive_exactly(connection, TOKEN_CHARACTERS), token.encode()):

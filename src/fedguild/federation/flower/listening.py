@@ -1,8 +1,8 @@
-"""A server of an ASGI application over TLS that lets nobody keep its connections idle.
+"""A server of an ASGI application over TLS that lets no client hold idle connections.
 
-Uvicorn begins to count a connection's time after its first answer, so that whoever opens connections and sends nothing
-keeps everybody else out. Here a connection has to bring a whole request header in time, TLS included, and an address
-has a limited number of them, in which those count that are still in the TLS handshake.
+Uvicorn starts a connection's timeout after its first answer, so anyone who opens connections and sends nothing keeps
+everybody else out. Here a connection must send a whole request header in time, TLS included. The connections of an
+address are limited, including those still in the TLS handshake.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ _FILES = 8192
 
 
 class _Connection(socket.socket):
-    """An accepted connection, which says when it is closed."""
+    """An accepted connection, which reports when it is closed."""
 
     closed: Callable[[], None] | None = None
 
     def close(self) -> None:
-        """Closes the connection."""
         super().close()
         closed, self.closed = self.closed, None
         if closed is not None:
@@ -39,7 +38,7 @@ class _Connection(socket.socket):
 
 
 class Listener(socket.socket):
-    """A listening socket that closes connections beyond a number from one address as it accepts them."""
+    """A listening socket that limits the connections from one address and closes those beyond as it accepts them."""
 
     most: int | None = None
     open: Counter[str]
@@ -48,7 +47,7 @@ class Listener(socket.socket):
         """Returns the next connection and its address.
 
         Raises:
-            ConnectionAbortedError: it is one too many, and closed.
+            ConnectionAbortedError: it exceeds the limit, and was closed.
         """
         accepted, address = super().accept()
         host = str(address[0])
@@ -70,7 +69,6 @@ def listen(host: str, port: int, most: int | None) -> list[Listener]:
     """Returns a socket for every address of a host.
 
     Args:
-        host: A name or an address.
         most: Most connections from one address, over all these sockets; None for no limit.
 
     Raises:
@@ -91,7 +89,7 @@ def listen(host: str, port: int, most: int | None) -> list[Listener]:
 
 
 def protocol(header_seconds: float) -> type[asyncio.Protocol]:
-    """Returns uvicorn's protocol with a limit on the time until a request's header is there.
+    """Returns uvicorn's protocol with a limit on the time until a request's header has arrived.
 
     Args:
         header_seconds: From the beginning of the connection, or the first byte after an answer.
@@ -137,7 +135,6 @@ class _Server(uvicorn.Server):
         self._handshake_seconds = handshake_seconds
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Begins to accept connections."""
         loop: Any = asyncio.get_running_loop()
         create = loop.create_server
         loop.create_server = partial(create, ssl_handshake_timeout=self._handshake_seconds)
@@ -157,7 +154,6 @@ def serve(
     header_seconds: float,
     connections_per_address: int | None,
 ) -> None:
-    """Serves until a signal ends it; the arguments are those of `server_of`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -189,7 +185,7 @@ def server_of(
     header_seconds: float,
     connections_per_address: int | None,
 ) -> tuple[uvicorn.Server, list[Listener]]:
-    """Returns a server, and the sockets on which it is to run.
+    """Returns a server, and the sockets that it runs on.
 
     Args:
         certificate: The server's certificate, a PEM file.

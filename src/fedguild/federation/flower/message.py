@@ -22,7 +22,7 @@ class Message:
     """A request from the server, or a client's reply to it.
 
     Attributes:
-        kind: `hello` asks a node which client it is, `train` for a round's training, `score` for the scores of the
+        kind: `hello` asks a node which client it is; `train` is a round's training; `score` asks for the scores of the
             client's own model; `deliver` sends the client the state that its own model is built from; `secure` is a
             step of a secure aggregation.
         run: Identity of the run, 32 hexadecimal digits.
@@ -44,17 +44,15 @@ class Message:
     body: bytes = b""
 
     def reply(self, *, failure: str = "", metadata: dict[str, Any] | None = None, body: bytes = b"") -> Message:
-        """Returns a reply of the same kind, run, round, client and codec."""
         return Message(self.kind, self.run, self.round, self.client, self.codec, failure, metadata or {}, body)
 
     def header(self) -> str:
-        """Returns everything but the body, as JSON."""
         fields = asdict(self)
         del fields["body"]
         return json.dumps(fields, sort_keys=True)
 
     def to_bytes(self) -> bytes:
-        """Returns the message as it goes over a socket: length of the header, header, body."""
+        """Returns the message as sent over a socket: length of the header, header, body."""
         header = self.header().encode()
         return len(header).to_bytes(_LENGTH_BYTES, "little") + header + self.body
 

@@ -1,4 +1,4 @@
-"""Clients' replies: uploads wait on disk, training reports are checked, and what nobody waits for is deleted."""
+"""Clients' replies: uploads wait on disk, training reports are checked, and unexpected replies are deleted."""
 
 from __future__ import annotations
 
@@ -23,11 +23,7 @@ MOST, AT_ONCE = 8192, 64
 
 
 class UploadStore:
-    """A folder of uploads waiting to be aggregated, so that memory holds one at a time; emptied when it is opened.
-
-    Args:
-        folder: The folder; created if absent.
-    """
+    """A folder of uploads waiting to be aggregated, so that memory holds one at a time; emptied when it is opened."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -36,23 +32,21 @@ class UploadStore:
             leftover.unlink()
 
     def put(self, round: int, client: int, content: bytes) -> Path:
-        """Writes an upload and returns its path; one of the same round and client is replaced."""
+        """Writes an upload and returns its path; replaces one of the same round and client."""
         path = self._folder / f"round-{round:05d}-client-{client:05d}.upload"
         write_bytes(path, content)
         return path
 
     def take(self, path: Path) -> bytes:
-        """Reads an upload and deletes its file."""
         content = path.read_bytes()
         path.unlink()
         return content
 
 
 class Abandoned:
-    """Requests that were given up, whose answers are deleted, and not left in Flower's database.
+    """Requests that were given up, whose answers must not stay in Flower's database.
 
-    Flower's server keeps an answer until somebody takes it. A client that answers what the server has given up would
-    fill its disk.
+    Flower's server keeps an answer until it is fetched. A client that answers abandoned requests would fill its disk.
     """
 
     def __init__(self, transport: Transport) -> None:
@@ -68,11 +62,7 @@ class Abandoned:
         self._ids.append(message_id)
 
     def sweep(self, now: float) -> None:
-        """Has the answers deleted that have come, if the last look is long enough ago.
-
-        Args:
-            now: The time in seconds.
-        """
+        """Deletes the answers that have arrived, if the last look is long enough ago; `now` is in seconds."""
         if now < self._next:
             return
         self._next = now + SWEEP_SECONDS
@@ -85,12 +75,9 @@ class Abandoned:
 def training_report(values: Mapping[str, Any], model: ModelInfo) -> ClientReport:
     """Returns the report of a client with all values in range.
 
-    Args:
-        model: The backbone's description, of which the frequencies must have the shape.
-
     Raises:
-        UploadError: a value is missing, of another type or out of range, or the frequencies are those of another
-            model, or those of a layer sum to more than the experts of a token.
+        UploadError: a value is missing, of another type or out of range, or the frequencies have another shape than the
+            model's, or those of a layer sum to more than the experts of a token.
     """
     answer = read_metadata(TrainAnswer, values, "A reply has no readable training report")
     expected = (len(model.moe), model.moe[0].num_experts) if model.moe else None

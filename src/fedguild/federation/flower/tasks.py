@@ -1,8 +1,8 @@
 """Tasks of Flower's server and nodes, which FedGuild takes instead of Flower's own executor (`flower-superexec`).
 
-Flower's executor starts a process for every task and runs in it whatever app the task belongs to. With
-`--isolation process` Flower leaves the tasks to whoever knows the secret of `--superexec-auth-secret-file`. FedGuild's
-executors take them, look at the app first, and run only the one that is installed with them.
+Flower's executor starts a process for every task and runs in it whatever app the task belongs to. With `--isolation
+process` Flower leaves the tasks to anyone who knows the secret of `--superexec-auth-secret-file`. FedGuild's executors
+take them, check the app first, and run only the one that is installed with them.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Task:
     Attributes:
         type: `SERVER_APP`, `CLIENT_APP` or `AGENT_APP`.
         bundle_sha256: Digest of the app's bundle, in hexadecimal.
-        token: Lets whoever has it speak for the task.
+        token: Authorizes its holder to act for the task.
     """
 
     type: str
@@ -70,7 +70,7 @@ class TaskSource:
         self._client = self._connect(signer)
 
     def take(self, *types: str) -> Task | None:
-        """Returns the oldest task of these types that nobody has taken; None if there is none, or no answer."""
+        """Takes the oldest open task of these types; None if there is none, or no answer."""
         try:
             taken = self._client.AcquireTask(AcquireTaskRequest(supported_task_types=types))
         except httpx.TransportError:
@@ -81,7 +81,6 @@ class TaskSource:
         return Task(taken.task.type, taken.task.fab_hash, taken.token) if taken.token else None
 
     def forever(self, *types: str) -> Iterator[Task | None]:
-        """Yields tasks as they come, and None in between."""
         while True:
             task = self.take(*types)
             yield task
@@ -90,7 +89,6 @@ class TaskSource:
 
     @contextmanager
     def client_of(self, task: Task) -> Iterator[RuntimeHttpClient]:
-        """Yields a client that speaks for a task."""
         client = self._connect(RuntimeTokenHttpInterceptor(task.token))
         try:
             yield client
@@ -98,12 +96,11 @@ class TaskSource:
             client.close()
 
     def keep(self, task: Task) -> None:
-        """Tells Flower that a task is worked on, as it must hear every 30 s from the moment it was taken."""
+        """Tells Flower that a task is in progress, as it must hear every 30 s from the moment it was taken."""
         with self.client_of(task) as client:
             client.SendTaskHeartbeat(SendTaskHeartbeatRequest())
 
     def fail(self, task: Task, reason: str) -> None:
-        """Ends a task that was not worked on, or not to its end."""
         with self.client_of(task) as client:
             client.PushTaskOutput(PushTaskOutputRequest(sub_status=FAILED, details=reason))
 
@@ -144,7 +141,7 @@ def answer(source: TaskSource, task: Task, app: ClientApp, refusal: Callable[[by
 
 @contextmanager
 def _heartbeats(client: RuntimeHttpClient) -> Iterator[None]:
-    """Tells Flower that a task is worked on, until the context ends or the task is given up."""
+    """Sends heartbeats for a task until the context ends or the task is given up."""
     ended = threading.Event()
 
     def send() -> None:

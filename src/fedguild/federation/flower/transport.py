@@ -23,17 +23,12 @@ class Node:
 
 @dataclass(frozen=True)
 class NoReply:
-    """The result of a request whose reply will never come.
-
-    Attributes:
-        reason: Why, as a clause.
-    """
+    """The result of a request whose reply will never come; `reason` is a clause."""
 
     reason: str
 
 
 def too_large(limit_bytes: int) -> NoReply:
-    """Returns what stands for a reply that is beyond its limit."""
     return NoReply(f"its answer has more than {limit_bytes} bytes, which none of its kind can have")
 
 
@@ -45,7 +40,7 @@ class Transport(Protocol):
         ...
 
     def send(self, node: int, message: Message, *, ttl_seconds: float) -> str:
-        """Sends a message; returns the id to poll for its reply with.
+        """Sends a message; returns the id by which to poll for its reply.
 
         Args:
             ttl_seconds: How long the transport keeps the message and its reply.
@@ -59,7 +54,7 @@ class Transport(Protocol):
         """Returns the reply to a message, once; None until it has arrived.
 
         Args:
-            limit_bytes: Largest reply, header and body, that is taken into memory; one that is larger is discarded, and
-                a NoReply says so; 0 discards any. None for no limit.
+            limit_bytes: Largest reply, header and body, that is read into memory; a larger one is discarded and
+                reported as NoReply. 0 discards any reply; None sets no limit.
         """
         ...
