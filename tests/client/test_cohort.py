@@ -20,7 +20,6 @@ from tests.client.clients import (
     flat,
     make_clients,
     make_cohort,
-    moments,
     train,
 )
 from tests.oracles.lora import MergedModel
@@ -81,67 +80,6 @@ def test_reports_and_routing_equal_those_alone(exact, together, alone):
         active = client.plan.active_experts or 4
         assert found.counts.sum(dim=1).tolist() == [found.report.tokens * active] * 2
         assert int(found.hits.max()) <= found.report.steps
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [{"optimizer": "adam", "weight_decay": 0.1}, {"optimizer": "sgd", "weight_decay": 0.1, "momentum": 0.9}],
-    ids=lambda settings: settings["optimizer"],
-)
-def test_other_optimizers_do_too(exact, optimizer):
-    settings = SETTINGS.model_copy(update={**optimizer, "epochs": None, "steps": 3, "lr_scheduler": "linear"})
-    clients = make_clients(exact, output_scale="shared")[:4]
-    for client, found in zip(clients, train(exact, clients, settings), strict=True):
-        (alone,) = train(exact, [client], settings)
-        assert all(distance(found.weights[name], value) < 1e-8 for name, value in alone.weights.items())
-
-
-def test_a_client_that_finished_is_left_alone(olmoe_backbone):
-    """From its last step on, not a bit of its weights and moments changes, while others train on."""
-    clients = make_clients(olmoe_backbone)
-    finished: dict[int, tuple[int, dict[str, torch.Tensor]]] = {}
-    changed = []
-
-    def watch(cohort, step):
-        if not step.is_update:
-            return
-        for slot, steps in enumerate(STEPS):
-            state = cohort.read(slot) | moments(cohort, slot)
-            if step.index == steps - 1:
-                finished[slot] = (step.index, state)
-            elif step.index >= steps:
-                changed.extend(name for name, value in finished[slot][1].items() if not torch.equal(value, state[name]))
-
-    train(olmoe_backbone, clients, after=watch)
-    assert sorted(finished) == list(range(8))
-    assert {index for index, _ in finished.values()} == {1, 3, 5, 7, 9}
-    assert not changed
-
-
-def test_ranks_beyond_a_clients_own_stay_zero_through_training(olmoe_backbone):
-    clients = make_clients(olmoe_backbone)
-
-    def check(cohort, step):
-        if not step.is_update:
-            return
-        optimizer = cohort.optimizer
-        for trainable, *moments_of_all in zip(optimizer.trainables, optimizer.first, optimizer.second, strict=True):
-            for whole in (trainable.stored.detach(), *moments_of_all):
-                beyond = whole.clone()
-                for slot in range(len(clients)):
-                    trainable.own(slot, of=beyond).zero_()
-                assert not beyond.any()
-
-    train(olmoe_backbone, clients, after=check)
-
-
-def test_the_backbone_is_bit_identical_after_training():
-    for checkpointing in (False, True):
-        backbone = tiny_backbone("olmoe", gradient_checkpointing=checkpointing)
-        before = backbone.fingerprint()
-        train(backbone, make_clients(backbone)[:3])
-        assert backbone.fingerprint() == before
-        assert all(parameter.grad is None for parameter in backbone.model.parameters())
 
 
 @pytest.mark.parametrize("number", [1, 3])

@@ -13,7 +13,7 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import make_backbone
 from fedguild.model.kernels import adam
-from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from tests.backbones import random_adapter, tiny_backbone, tiny_model
 from tests.model.kernels import let_run
@@ -171,35 +171,6 @@ def test_ranks_beyond_a_slots_own_stay_exactly_zero(backbone, small_backbone, la
             for slot in range(3):
                 trainable.own(slot, of=beyond).zero_()
             assert not beyond.any()
-
-
-def test_output_scales_do_not_decay(backbone):
-    settings = TrainingSettings(optimizer="sgd", weight_decay=0.5)
-    with SlotModel(backbone, PLANS) as model:
-        model.load(0, {name: torch.ones(shape) for name, shape in trainable_shapes(backbone.info, PLAN).items()})
-        optimizer = SlotOptimizer(model.trainables, settings)
-        for trainable in model.trainables.values():
-            trainable.stored.grad = torch.zeros_like(trainable.stored)
-        optimizer.step((1.0, 1.0, 1.0))
-        for name, value in model.read(0).items():
-            assert torch.equal(value, torch.full_like(value, 1.0 if name.endswith("output_scale") else 0.5))
-
-
-def test_clipping_reaches_only_the_slots_above_the_limit(backbone):
-    """Shown by SGD, whose step is as long as the gradient."""
-    with SlotModel(backbone, PLANS) as model:
-        optimizer = SlotOptimizer(model.trainables, TrainingSettings(optimizer="sgd"))
-        grads = put_gradients(model, 0)
-        before = [model.read(slot) for slot in range(3)]
-        expected = [torch.cat([value.reshape(-1) for value in own.values()]).norm().item() for own in grads]
-        limit = (expected[0] + expected[1]) / 2
-        assert expected[0] < limit < expected[1]
-        assert optimizer.clip(limit).tolist() == pytest.approx(expected, rel=1e-12)
-        optimizer.step((1.0, 1.0, 1.0))
-        for slot, norm in enumerate(expected):
-            factor = min(1.0, limit / (norm + 1e-6))
-            for name, value in model.read(slot).items():
-                assert torch.allclose(before[slot][name] - value, grads[slot][name] * factor, rtol=1e-9, atol=1e-12)
 
 
 def trained(backbone, plans, seeds, settings, rates, *, masked=False):

@@ -41,14 +41,6 @@ def rounds(
         yield down, up
 
 
-def mean_product(downs: Sequence[Tensor], ups: Sequence[Tensor], sizes: Sequence[float]) -> Tensor:
-    """Returns sum_c n_c B_c A_c / sum_c n_c of one matrix, in fp64."""
-    total = torch.zeros(ups[0].shape[0], downs[0].shape[1], dtype=torch.float64)
-    for down, up, size in zip(downs, ups, sizes, strict=True):
-        total += size * (up.double() @ down.double())
-    return total / sum(sizes)
-
-
 def _slope(value: Tensor) -> Tensor:
     assert value.grad is not None
     return value.grad

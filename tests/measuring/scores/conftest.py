@@ -5,10 +5,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor
-from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from fedguild.data.batches import SlotBatch
-from fedguild.model.inputs import prefix_shared
 
 
 class ByteTokenizer:
@@ -21,49 +19,6 @@ class ByteTokenizer:
 
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool) -> str:
         return bytes(token for token in tokens if token < 256 or not skip_special_tokens).decode()
-
-
-class OlmoeSlots:
-    """Two slots on random OLMoE weights; slot 1 adds a fixed offset to the logits, as an adapter would change them."""
-
-    slots = 2
-    device = torch.device("cpu")
-    seq2seq = None
-
-    def __init__(self) -> None:
-        torch.manual_seed(0)
-        config = OlmoeConfig(
-            vocab_size=260,
-            hidden_size=32,
-            intermediate_size=16,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=4,
-            num_experts=8,
-            num_experts_per_tok=2,
-            initializer_range=0.3,
-            attn_implementation="sdpa",
-            bos_token_id=256,
-            eos_token_id=257,
-            pad_token_id=258,
-        )
-        self.network = OlmoeForCausalLM(config).eval()
-        self.offset = torch.stack([torch.zeros(260), torch.randn(260)])
-        self.forwards = 0
-
-    def token_losses(self, batch: SlotBatch) -> Tensor:
-        self.forwards += 1
-        mask = batch.mask if batch.segments is None else prefix_shared(batch.segments)
-        logits = self.network(batch.input_ids, attention_mask=mask, position_ids=batch.position_ids).logits
-        slot_of_row = torch.repeat_interleave(torch.arange(self.slots), torch.tensor(batch.rows_per_slot))
-        logits = (logits + self.offset[slot_of_row][:, None]).flatten(0, 1)[batch.predict_at]
-        return torch.nn.functional.cross_entropy(logits, batch.targets, reduction="none")
-
-    def loss_alone(self, slot: int, prompt: Sequence[int], response: Sequence[int]) -> float:
-        """The response's summed loss in a plain causal forward of one text, position by position."""
-        logits = self.network(torch.tensor([[*prompt, *response]])).logits[0] + self.offset[slot]
-        likelihood = logits.log_softmax(-1)
-        return -sum(likelihood[len(prompt) - 1 + step, token].item() for step, token in enumerate(response))
 
 
 class TableModel:
@@ -97,11 +52,6 @@ class TableModel:
 @pytest.fixture
 def tokenizer() -> ByteTokenizer:
     return ByteTokenizer()
-
-
-@pytest.fixture(scope="module")
-def olmoe() -> OlmoeSlots:
-    return OlmoeSlots()
 
 
 @pytest.fixture

@@ -9,39 +9,11 @@ from fedguild.core.errors import DataError
 from fedguild.data.batches import collate, encode
 from fedguild.data.example import Example
 from fedguild.measuring.scores.batching import Item, token_batches
-from fedguild.measuring.scores.likelihood import Candidates, candidate_losses, collate_candidates, encode_candidates
+from fedguild.measuring.scores.likelihood import Candidates, collate_candidates, encode_candidates
 from fedguild.model.inputs import prefix_shared
 
 WEATHER = Example("How is the sky?", "blue", "", "sky", ("blue", "a deep dark grey", "red"), 0)
-NUMBER = Example("One more than three:", "4", "", "count", ("4", "five"), 0)
 FREE = Example("Say hello.", "hello you there", "", "talk")
-
-
-def test_packed_candidates_score_as_each_alone(olmoe, tokenizer):
-    examples = [[WEATHER, FREE, NUMBER], [NUMBER, WEATHER]]
-    rows = [[encode_candidates(example, tokenizer, 64) for example in slot] for slot in examples]
-    losses = candidate_losses(olmoe, rows, batch_tokens=10_000, pad_id=258)
-    for slot, slot_examples in enumerate(examples):
-        for index, example in enumerate(slot_examples):
-            choices = example.choices or (example.response,)
-            assert len(losses[slot][index]) == len(choices)
-            for choice, loss in zip(choices, losses[slot][index], strict=True):
-                text = encode(replace(example, response=choice), tokenizer, 64)
-                alone = olmoe.loss_alone(
-                    slot, text.input_ids[: text.prompt_length], text.input_ids[text.prompt_length :]
-                )
-                assert loss == pytest.approx(alone, rel=1e-5)
-
-
-def test_losses_do_not_depend_on_the_batches(olmoe, tokenizer):
-    rows = [[encode_candidates(example, tokenizer, 64) for example in (FREE, WEATHER, NUMBER)], []]
-    together = candidate_losses(olmoe, rows, batch_tokens=10_000, pad_id=258)
-    before = olmoe.forwards
-    apart = candidate_losses(olmoe, rows, batch_tokens=1, pad_id=258)
-    assert olmoe.forwards - before == 3
-    assert apart[1] == together[1] == []
-    for one, other in zip(apart[0], together[0], strict=True):
-        assert one == pytest.approx(other, rel=1e-5)
 
 
 def test_single_candidates_are_the_training_batch(tokenizer):

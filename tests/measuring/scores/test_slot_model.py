@@ -5,16 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded, collate
 from fedguild.data.example import Example
 from fedguild.measuring.costs.memory import memory
 from fedguild.measuring.scores.likelihood import candidate_losses, encode_candidates
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
-from fedguild.model.backbone import make_backbone
-from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
+from tests.backbones import random_adapter, tiny_backbone
 
 SKY = Example("How is the sky?", "blue", "", "sky", ("blue", "a deep dark grey", "red"), 0)
 NUMBER = Example("One more than three:", "4", "", "count", ("4", "five"), 0)
@@ -22,27 +21,22 @@ FREE = Example("Say hello.", "hello you there", "", "talk")
 
 
 @pytest.fixture(scope="module")
-def backbone(olmoe):
-    return make_backbone(olmoe.network, None, name="random OLMoE")
+def backbone():
+    return tiny_backbone("olmoe", vocab_size=260, hidden_size=32, intermediate_size=16)
 
 
-def fill(model: SlotModel) -> None:
-    """Gives every slot adapters of its own, far from zero."""
-    for slot, plan in enumerate(model.plans):
-        rng = torch_rng(0, "adapters", slot)
-        shapes = trainable_shapes(model.backbone.info, plan)
-        model.load(slot, {name: 0.3 * torch.randn(shape, generator=rng) for name, shape in shapes.items()})
-
-
-def test_packed_candidates_score_as_each_alone_under_every_budget(backbone, tokenizer):
+def test_packed_candidates_score_as_each_alone_under_every_budget_and_in_any_batch(backbone, tokenizer):
     plans = [
         AdapterPlan((Lora(4, 1.0, ("attention", "router", "experts")), OutputScale("per_layer")), k) for k in (2, 1, 2)
     ]
     examples = [[SKY, FREE, NUMBER], [NUMBER, SKY], []]
     rows = [[encode_candidates(example, tokenizer, 64) for example in slot] for slot in examples]
     with SlotModel(backbone, plans) as model:
-        fill(model)
+        for slot, plan in enumerate(plans):
+            model.load(slot, random_adapter(backbone.info, plan, slot))
         packed = candidate_losses(model, rows, batch_tokens=10_000, pad_id=258)
+        apart = candidate_losses(model, rows, batch_tokens=1, pad_id=258)
+        assert [[pytest.approx(losses, rel=1e-5) for losses in own] for own in packed] == apart
         for slot, slot_rows in enumerate(rows):
             for row, losses in zip(slot_rows, packed[slot], strict=True):
                 for response, loss in zip(row.responses, losses, strict=True):
@@ -60,7 +54,7 @@ def test_the_memory_estimate_is_near_what_autograd_keeps(backbone, experts):
     texts = [Encoded(tuple(range(64)), 1) for _ in range(16)]
     kept: dict[int, int] = {}
     with SlotModel(backbone, [plan]) as model:
-        fill(model)
+        model.load(0, random_adapter(backbone.info, plan, 0))
         owned = {t.data_ptr() for t in backbone.model.parameters()}
         owned |= {t.stored.data_ptr() for t in model.trainables.values()}
 
