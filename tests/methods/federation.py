@@ -13,11 +13,11 @@ from fedguild.config.training import TrainingSettings
 from fedguild.core.payload import Payload, with_part
 from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded
-from fedguild.engines.local import LocalEngine
+from fedguild.engines.local import CohortSize, LocalEngine
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.server.engine import Task
+from fedguild.server.engine import Delivery, Task
 from fedguild.server.method import Method, Upload
 from tests.backbones import random_rows
 
@@ -48,21 +48,34 @@ class Federation:
         state = self.method.start(self.model, [who.budget for who in self.clients], torch_rng(0, "start"))
         return self.method.enroll(state, self.model, self.clients)
 
-    def train(
-        self, state: Payload, round: int = 1, who: Sequence[int] | None = None, learning_rate: float = 0.05
-    ) -> list[Upload]:
-        """Returns the uploads of some clients (by index; all by default), their memory kept."""
-        engine = LocalEngine(
-            self.backbone,
-            self.examples,
-            SETTINGS.model_copy(update={"learning_rate": learning_rate}),
-            self.memory,
-            seed=1,
-        )
+    def deliver(
+        self,
+        state: Payload,
+        round: int = 1,
+        who: Sequence[int] | None = None,
+        settings: TrainingSettings = SETTINGS,
+        cohort: CohortSize = "auto",
+    ) -> list[Delivery]:
+        """Trains some clients (by index; all by default), their memory kept."""
+        engine = LocalEngine(self.backbone, self.examples, settings, self.memory, cohort_size=cohort, seed=1)
         asked = [known for known in self.clients if who is None or known.index in who]
         tasks = [Task(round, known, self.method.download(state, self.model, known)) for known in asked]
+        return sorted(engine.train(self.method, self.model, tasks), key=lambda one: one.task.client.index)
+
+    def train(
+        self,
+        state: Payload,
+        round: int = 1,
+        who: Sequence[int] | None = None,
+        learning_rate: float | None = None,
+        settings: TrainingSettings = SETTINGS,
+        cohort: CohortSize = "auto",
+    ) -> list[Upload]:
+        """Returns their uploads."""
+        if learning_rate is not None:
+            settings = settings.model_copy(update={"learning_rate": learning_rate})
         uploads = []
-        for delivery in engine.train(self.method, self.model, tasks):
+        for delivery in self.deliver(state, round, who, settings, cohort):
             assert delivery.upload is not None
             uploads.append(Upload(round, delivery.task.client, delivery.upload, delivery.task.download))
         return uploads

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from fedguild.config.training import TrainingSettings
-from fedguild.engines.local import LocalEngine
 from fedguild.methods.fedprox import FedProx, FedProxSettings, squared_distance
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
-from fedguild.server.engine import Task
 from fedguild.server.method import Method
 from tests.backbones import random_adapter, tiny_backbone
 from tests.methods.federation import LARGE, SMALL, Federation, client
@@ -30,15 +28,11 @@ def fedprox(mu: float, **options: object) -> FedProx:
 
 def trained(
     method: Method, backbone: Backbone, folder: Path, settings: TrainingSettings
-) -> tuple[dict[str, Tensor], list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-    """The start, what every client uploads of one round from it, and what it keeps."""
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """The start, and what every client uploads of one round from it."""
     federation = Federation(backbone, method, CLIENTS, folder)
     state = federation.start()
-    engine = LocalEngine(backbone, federation.examples, settings, federation.memory, seed=1)
-    tasks = [Task(1, who, method.download(state, federation.model, who)) for who in CLIENTS]
-    sent = [delivery.upload.part("adapter") for delivery in engine.train(method, federation.model, tasks)]
-    kept = [dict(federation.memory.load(who.name, 2).tensors) for who in CLIENTS]
-    return state.part("adapter"), sent, kept
+    return state.part("adapter"), [one.payload.part("adapter") for one in federation.train(state, settings=settings)]
 
 
 # Eq. 2
@@ -83,10 +77,10 @@ def test_two_steps_by_hand(accumulation: int, tmp_path: Path) -> None:
     backbone, mu = tiny_backbone("olmoe", dtype=torch.float64), 0.8
     settings = SGD.model_copy(update={"gradient_accumulation_steps": accumulation})
     plain, pulled = fedprox(0.0), fedprox(mu)
-    start, first, _ = trained(plain, backbone, tmp_path / "a", settings.model_copy(update={"steps": 1}))
-    _, same, _ = trained(pulled, backbone, tmp_path / "b", settings.model_copy(update={"steps": 1}))
-    _, free, _ = trained(plain, backbone, tmp_path / "c", settings)
-    _, held, _ = trained(pulled, backbone, tmp_path / "d", settings)
+    start, first = trained(plain, backbone, tmp_path / "a", settings.model_copy(update={"steps": 1}))
+    _, same = trained(pulled, backbone, tmp_path / "b", settings.model_copy(update={"steps": 1}))
+    _, free = trained(plain, backbone, tmp_path / "c", settings)
+    _, held = trained(pulled, backbone, tmp_path / "d", settings)
     for slot in range(len(CLIENTS)):
         for name in start:
             torch.testing.assert_close(same[slot][name], first[slot][name], rtol=1e-12, atol=1e-14)

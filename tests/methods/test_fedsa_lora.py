@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -13,11 +13,9 @@ from fedguild.core.payload import ADAPTER, Payload
 from fedguild.methods import build_method
 from fedguild.methods.fedsa_lora import FedSALoRA, factors
 from fedguild.model.backbone import Backbone
-from fedguild.server.method import Upload
 from fedguild.server.validation import check_upload
 from tests.backbones import tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors
-from tests.methods.test_matrix import train
 from tests.oracles.fedsa_lora import Loss, rounds
 from tests.oracles.lora import MergedModel
 
@@ -30,16 +28,6 @@ def fedsa(**options: object) -> FedSALoRA:
     method = build_method("fedsa-lora", {"rank": 2, "targets": TARGETS, **options})
     assert isinstance(method, FedSALoRA)
     return method
-
-
-def trained(federation: Federation, state: Payload, round: int, who: Sequence[int]) -> list[Upload]:
-    """The uploads of some clients, which take one step on all of their examples."""
-    everybody = federation.clients
-    federation.clients = [known for known in everybody if known.index in who]
-    try:
-        return train(federation, state, round, WHOLE_BATCH)
-    finally:
-        federation.clients = everybody
 
 
 def own_models(federation: Federation, state: Payload, round: int) -> list[dict[str, Tensor]]:
@@ -83,7 +71,7 @@ def test_three_rounds_follow_the_equations(tmp_path: Path) -> None:
     present = ((0, 1), (2,), (0, 1, 2))
     expected = rounds(down, factors(up, "lora_B"), [loss_of(i) for i in range(3)], [3, 5, 2], present, rate=0.1)
     for round, (who, (shared, ups)) in enumerate(zip(present, expected, strict=True), start=1):
-        state = federation.method.aggregate(state, iter(trained(federation, state, round, who)))
+        state = federation.method.aggregate(state, iter(federation.train(state, round, who, settings=WHOLE_BATCH)))
         for own, expected_up in zip(own_models(federation, state, round), ups, strict=True):
             assert own.keys() == {*shared, *expected_up}
             for name, value in {**shared, **expected_up}.items():

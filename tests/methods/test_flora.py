@@ -13,13 +13,11 @@ from fedguild.client.fresh_adapter import ADAPTER_SEED
 from fedguild.core.accounting import bytes_by_part
 from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.core.seeding import torch_rng
-from fedguild.engines.local import LocalEngine
 from fedguild.methods.flexlora import FlexLoRA, FlexLoRASettings
 from fedguild.methods.flora import Flora, FloraSettings
 from fedguild.methods.florist import Florist, FloristSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
-from fedguild.server.engine import Task
 from fedguild.server.low_rank import by_module
 from fedguild.server.merge_history import echo, merges
 from fedguild.server.method import Upload
@@ -123,10 +121,7 @@ def test_every_client_starts_afresh_and_unlike_any_other(olmoe_backbone: Backbon
 def first_loss(backbone: Backbone, method: Flora, state: Payload, folder: Path) -> float:
     """A client's loss over its examples before it changes anything."""
     federation = Federation(backbone, method, [client(0, LARGE, 4)], folder)
-    settings = SETTINGS.model_copy(update={"learning_rate": 0.0})
-    engine = LocalEngine(backbone, federation.examples, settings, federation.memory, seed=1)
-    task = Task(9, federation.clients[0], method.download(state, federation.model, federation.clients[0]))
-    (delivery,) = engine.train(method, federation.model, [task])
+    (delivery,) = federation.deliver(state, 9, settings=SETTINGS.model_copy(update={"learning_rate": 0.0}))
     return delivery.report.loss
 
 

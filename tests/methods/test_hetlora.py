@@ -13,14 +13,12 @@ from torch import Tensor
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.core.payload import Payload, with_part
-from fedguild.engines.local import LocalEngine
 from fedguild.methods.hetlora import RANKS, HetLoRA, HetLoRASettings, rank_of, tail_products, tail_start, whole_adapter
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.slots import SlotModel
 from fedguild.server.aggregation import rank_axis
-from fedguild.server.engine import Task
 from fedguild.server.validation import check_upload
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.hetlora import norm_of_products, padded_average, tail_penalty
@@ -205,15 +203,13 @@ def test_ranks_beyond_a_clients_own_stay_zero(
 
     monkeypatch.setattr(Cohort, "read", spy)
     settings = SETTINGS.model_copy(update={**OPTIMIZERS[kind], "steps": 4})
-    engine = LocalEngine(olmoe_backbone, federation.examples, settings, federation.memory, cohort_size=3, seed=1)
-    tasks = [Task(1, who, federation.method.download(state, federation.model, who)) for who in clients]
-    uploads = list(engine.train(federation.method, federation.model, tasks))
+    uploads = federation.train(state, settings=settings, cohort=3)
     assert len(uploads) == len(stored) == 3
     for slot, rank in enumerate((3, 2, 1)):
         for tensor, value in stored[slot]:
             axis = rank_axis(tensor.name)
             own, beyond = value.narrow(axis, 0, rank), value.narrow(axis, rank, value.shape[axis] - rank)
-            received = whole_adapter(tasks[slot].download)[tensor.name]
+            received = whole_adapter(uploads[slot].download)[tensor.name]
             assert (beyond == 0).all()
             assert not torch.equal(own.cpu(), received)
 

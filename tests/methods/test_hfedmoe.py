@@ -13,12 +13,10 @@ from fedguild.client.budget import Budget
 from fedguild.config.training import TrainingSettings
 from fedguild.core.errors import ConfigError
 from fedguild.core.payload import ADAPTER, Payload
-from fedguild.engines.local import LocalEngine
 from fedguild.methods.hfedmoe import PREFERENCE, USAGE, HFedMoe, HFedMoeSettings
 from fedguild.methods.hfedmoe.importance import Importance, within_budget
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
-from fedguild.server.engine import Task
 from tests.methods.federation import LARGE, SMALL, Federation, client, upload
 from tests.oracles import hfedmoe as oracle
 
@@ -150,14 +148,10 @@ def test_a_step_moves_no_more_experts_than_the_budget_allows(olmoe_backbone: Bac
     method = hfedmoe(experts={"small": 0.25})
     federation = Federation(olmoe_backbone, method, [client(0, SMALL, 3), client(1, LARGE, 3)], tmp_path)
     settings = TrainingSettings(optimizer="adamw", weight_decay=0.1, learning_rate=0.1, batch_size=3, steps=1)
-    engine = LocalEngine(olmoe_backbone, federation.examples, settings, federation.memory, seed=1)
-    state = federation.start()
-    tasks = [Task(1, who, method.download(state, federation.model, who)) for who in federation.clients]
-    moved = {}
-    for delivery in engine.train(method, federation.model, tasks):
-        assert delivery.upload is not None
-        before, after = state.part(ADAPTER), delivery.upload.part(ADAPTER)
-        moved[delivery.task.client.index] = {
+    state, moved = federation.start(), {}
+    for sent in federation.train(state, settings=settings):
+        before, after = state.part(ADAPTER), sent.payload.part(ADAPTER)
+        moved[sent.client.index] = {
             (name.rsplit(".", 2)[0], expert)
             for name in before
             if ".experts." in name

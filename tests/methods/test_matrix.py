@@ -23,14 +23,12 @@ from fedguild.core.codec import decode, encode
 from fedguild.core.errors import UploadError
 from fedguild.core.packing import pack, unpack
 from fedguild.core.payload import Payload
-from fedguild.engines.local import LocalEngine
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.runs import experiment
 from fedguild.server import checkpoint
-from fedguild.server.engine import Task
 from fedguild.server.method import Method, Upload
 from fedguild.server.validation import Omissible, check_upload
 from tests.backbones import tiny_backbone
@@ -218,18 +216,7 @@ def train(
     federation: Federation, state: Payload, round: int = 1, settings: TrainingSettings = SGD_STEP, cohort: int = 4
 ) -> list[Upload]:
     """The uploads of all clients, `cohort` of them in a pass, their memory kept."""
-    method, model = federation.method, federation.model
-    engine = LocalEngine(
-        federation.backbone, federation.examples, settings, federation.memory, cohort_size=cohort, seed=1
-    )
-    tasks = [Task(round, who, method.download(state, model, who)) for who in federation.clients]
-    deliveries = list(engine.train(method, model, tasks))
-    deliveries.sort(key=lambda delivery: delivery.task.client.index)
-    return [
-        Upload(round, delivery.task.client, delivery.upload, delivery.task.download)
-        for delivery in deliveries
-        if delivery.upload
-    ]
+    return federation.train(state, round, settings=settings, cohort=cohort)
 
 
 def second_round(federation: Federation, settings: TrainingSettings, cohort: int) -> tuple[Payload, list[Upload]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,16 +11,12 @@ from torch import Tensor
 
 from fedguild.config.training import TrainingSettings
 from fedguild.core.payload import ADAPTER, Payload
-from fedguild.engines.local import LocalEngine
 from fedguild.methods import build_method
 from fedguild.methods.ffa_lora import shared_factors
 from fedguild.methods.rolora import RoLoRA
 from fedguild.model.backbone import Backbone
-from fedguild.server.engine import Task
-from fedguild.server.method import Upload
 from tests.backbones import tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors
-from tests.methods.test_matrix import train
 from tests.oracles.lora import MergedModel
 from tests.oracles.rolora import Loss, rounds
 
@@ -43,16 +39,6 @@ def ending(tensors: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
 def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
-
-
-def trained(federation: Federation, state: Payload, round: int, who: Sequence[int]) -> list[Upload]:
-    """The uploads of some clients, which take one step on all of their examples."""
-    everybody = federation.clients
-    federation.clients = [known for known in everybody if known.index in who]
-    try:
-        return train(federation, state, round, WHOLE_BATCH)
-    finally:
-        federation.clients = everybody
 
 
 # By hand, and against the equations
@@ -81,7 +67,7 @@ def test_four_rounds_follow_the_equations(tmp_path: Path) -> None:
     expected = rounds(down, up, [loss_of(i) for i in range(3)], [3, 5, 2], present, rate=0.1)
     for round, (who, (next_down, next_up)) in enumerate(zip(present, expected, strict=True), start=1):
         before = state.part(ADAPTER)
-        state = federation.method.aggregate(state, iter(trained(federation, state, round, who)))
+        state = federation.method.aggregate(state, iter(federation.train(state, round, who, settings=WHOLE_BATCH)))
         for name, value in {**next_down, **next_up}.items():
             torch.testing.assert_close(state.part(ADAPTER)[name].double(), value, rtol=1e-5, atol=1e-7)
         assert_equal(ending(state.part(ADAPTER), (B, A)[round % 2]), ending(before, (B, A)[round % 2]))
@@ -132,9 +118,7 @@ def test_a_round_is_counted_once(olmoe_backbone: Backbone, tmp_path: Path) -> No
     reports = []
     for method in (rolora(), build_method("fedit", {"rank": 2, "targets": TARGETS, "active_experts": "budget"})):
         federation = Federation(olmoe_backbone, method, [client(0, LARGE, 5)], tmp_path / method.name)
-        engine = LocalEngine(olmoe_backbone, federation.examples, WHOLE_BATCH, federation.memory, seed=1)
-        download = method.download(federation.start(), federation.model, federation.clients[0])
-        (delivery,) = engine.train(method, federation.model, [Task(1, federation.clients[0], download)])
+        (delivery,) = federation.deliver(federation.start(), settings=WHOLE_BATCH)
         reports.append(delivery.report)
     ours, theirs = reports
     assert (ours.steps, ours.examples, ours.tokens, ours.loss) == (1, 5, theirs.tokens, theirs.loss)

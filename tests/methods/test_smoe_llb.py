@@ -12,13 +12,9 @@ from fedguild.client.observing import observing
 from fedguild.config.training import TrainingSettings
 from fedguild.core.payload import Payload
 from fedguild.data.batches import collate
-from fedguild.engines.local import LocalEngine
 from fedguild.methods.smoe_llb import SmoeLlb, SmoeLlbSettings
-from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
 from fedguild.model.slots import SlotModel
-from fedguild.server.engine import Task
-from fedguild.server.method import Method
 from tests.backbones import PAD, tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors
 from tests.oracles import smoe_llb as oracle
@@ -32,18 +28,6 @@ def smoe_llb(**options: object) -> SmoeLlb:
     return SmoeLlb(SmoeLlbSettings(**{"rank": 2, **options}))
 
 
-def trained(
-    method: Method, backbone: Backbone, folder: Path, state: Payload | None = None, settings: TrainingSettings = WHOLE
-) -> tuple[Payload, list[dict[str, Tensor]], Federation, list[Tensor]]:
-    """A start, what every client uploads of a round from it, who they are, and [L, M] frequencies."""
-    federation = Federation(backbone, method, CLIENTS, folder)
-    state = state or federation.start()
-    engine = LocalEngine(backbone, federation.examples, settings, federation.memory, seed=1)
-    tasks = [Task(1, who, method.download(state, federation.model, who)) for who in CLIENTS]
-    deliveries = list(engine.train(method, federation.model, tasks))
-    return state, [one.upload.part("adapter") for one in deliveries], federation, [one.frequency for one in deliveries]
-
-
 @pytest.mark.parametrize("weights", [(0.3, 0.0), (0.0, 0.05), (0.3, 0.05)], ids=str)
 @pytest.mark.parametrize("family", ["olmoe", "mixtral"])
 def test_a_step_follows_the_slow_loss(family: str, weights: tuple[float, float], tmp_path: Path) -> None:
@@ -52,8 +36,9 @@ def test_a_step_follows_the_slow_loss(family: str, weights: tuple[float, float],
     method = smoe_llb(balance_weight=weights[0], z_weight=weights[1])
     start = Payload.of({"adapter": random_tensors(backbone.info, method.plan(backbone.info, LARGE), 7)})
     start = Payload.of({"adapter": {name: 0.3 * value.double() for name, value in start.part("adapter").items()}})
-    _, sent, federation, _ = trained(method, backbone, tmp_path, start)
-    for who, own in zip(CLIENTS, sent, strict=True):
+    federation = Federation(backbone, method, CLIENTS, tmp_path)
+    for sent in federation.train(start, settings=WHOLE):
+        who, own = sent.client, sent.payload.part("adapter")
         slopes = slow_gradients(backbone, method, who, start, federation, weights)
         for name, before in start.part("adapter").items():
             expected = before - WHOLE.learning_rate * slopes.get(name, torch.zeros_like(before))

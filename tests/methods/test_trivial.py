@@ -10,13 +10,11 @@ import torch
 from fedguild.client.budget import Budget
 from fedguild.core.accounting import bytes_by_part
 from fedguild.core.payload import Payload
-from fedguild.engines.local import LocalEngine
 from fedguild.methods.fedit import FedIT
 from fedguild.methods.trivial import Trivial, TrivialSettings, ranks
 from fedguild.model.backbone import Backbone
-from fedguild.server.engine import Task
 from fedguild.server.method import Method
-from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client
+from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 7), client(2, MIDDLE, 3), client(3, SMALL, 1)]
 TARGETS = ("attention", "router", "experts")
@@ -32,10 +30,7 @@ def fedit(rank: int, **options: object) -> FedIT:
 
 
 def delivered(method: Method, backbone: Backbone, state: Payload, folder: Path) -> list:
-    federation = Federation(backbone, method, CLIENTS, folder)
-    engine = LocalEngine(backbone, federation.examples, SETTINGS, federation.memory, seed=1)
-    tasks = [Task(1, who, method.download(state, federation.model, who)) for who in CLIENTS]
-    return list(engine.train(method, federation.model, tasks))
+    return Federation(backbone, method, CLIENTS, folder).deliver(state)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])

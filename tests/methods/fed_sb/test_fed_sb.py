@@ -14,7 +14,6 @@ from fedguild.core.errors import ConfigError
 from fedguild.core.payload import Payload, with_part
 from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded, collate
-from fedguild.engines.local import LocalEngine
 from fedguild.export.weights import folded
 from fedguild.methods import build_method
 from fedguild.methods.fed_sb import FedSB, initial_factors
@@ -22,7 +21,6 @@ from fedguild.methods.fed_sb.basis import HOLDERS
 from fedguild.model.plan import adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.model.targets import targeted_shapes
-from fedguild.server.engine import Task
 from fedguild.server.method import Upload
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
 from tests.measuring.costs.test_flops import OLMOE
@@ -81,11 +79,7 @@ def test_the_first_round_against_the_oracle(kind, family, tmp_path):
     who = [client(0, MIDDLE, 1), client(1, SMALL, 2)]
     federation = Federation(backbone, method, who, tmp_path)
     state = federation.start()
-    engine = LocalEngine(backbone, federation.examples, ONE_STEP, federation.memory, seed=1)
-    tasks = [Task(1, each, method.download(state, backbone.info, each)) for each in who]
-    deliveries = list(engine.train(method, backbone.info, tasks))
-    uploads = [Upload(1, each.task.client, each.upload) for each in deliveries]
-    found = method.aggregate(state, iter(uploads))
+    found = method.aggregate(state, iter(federation.train(state, settings=ONE_STEP)))
     assert found.scalars["stage"] == "training"
     shapes = targeted_shapes(backbone.info, method.plan(backbone.info, LARGE).lora.targets)
     plain = tiny_model(family, dtype=torch.float64)

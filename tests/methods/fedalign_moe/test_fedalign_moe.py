@@ -15,14 +15,12 @@ from fedguild.config.training import TrainingSettings
 from fedguild.core.errors import ConfigError
 from fedguild.core.payload import Payload, with_part
 from fedguild.data.batches import Encoded, collate
-from fedguild.engines.local import LocalEngine
 from fedguild.methods.fedalign_moe import FedAlignMoe
 from fedguild.methods.fedalign_moe.regulariser import LayerTarget
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
 from fedguild.model.plan import trainable_shapes
 from fedguild.model.slots import SlotModel
-from fedguild.server.engine import Task
 from fedguild.server.method import Upload
 from tests.backbones import PAD, random_rows, tiny_backbone
 from tests.methods.fedalign_moe.federation import EXPERTS, GATES, LAYERS, fedalign, federation_of, random_round
@@ -37,10 +35,7 @@ def test_only_activated_experts_are_sent(tmp_path: Path) -> None:
     """With 2 of 32 experts per token and few tokens; the uploads say which, the counts of the engine agree."""
     backbone, two = tiny_backbone("olmoe", num_experts=32, num_experts_per_tok=2), Budget("two", 2, 1)
     federation = Federation(backbone, fedalign(), [client(0, two, 2), client(1, two, 1)], tmp_path)
-    state = federation.start()
-    engine = LocalEngine(backbone, federation.examples, SETTINGS, federation.memory, seed=1)
-    tasks = [Task(1, who, federation.method.download(state, federation.model, who)) for who in federation.clients]
-    for delivery in engine.train(federation.method, federation.model, tasks):
+    for delivery in federation.deliver(federation.start()):
         assert delivery.upload is not None
         assert delivery.frequency is not None
         active = {(layer, expert) for layer, expert in (delivery.frequency > 0).nonzero().tolist()}

@@ -63,17 +63,6 @@ def by_expert(payload: Payload, module: str, leaf: str) -> dict[int, Tensor]:
     return {number: payload.part(EXPERTS)[f"{module}.experts.{number}.{leaf}"] for number in ids}
 
 
-def train_with(
-    known: Federation, state: Payload, settings: TrainingSettings, cohort_size: int, round: int = 1
-) -> list[Payload]:
-    """The uploads of all clients, trained in cohorts of a size."""
-    engine = LocalEngine(known.backbone, known.examples, settings, known.memory, cohort_size=cohort_size, seed=1)
-    tasks = [Task(round, who, known.method.download(state, known.model, who)) for who in known.clients]
-    uploads = [delivery.upload for delivery in engine.train(known.method, known.model, tasks)]
-    assert all(upload is not None for upload in uploads)
-    return [upload for upload in uploads if upload is not None]
-
-
 @pytest.fixture(scope="module")
 def exact() -> Backbone:
     return tiny_backbone("llama", dtype=torch.float64)
@@ -226,11 +215,11 @@ def test_weight_decay_leaves_the_rows_of_others_experts_alone(
     known = federation(llama_backbone, tmp_path, **VARIANTS["-H"])
     state = known.start()
     decaying = SETTINGS.model_copy(update={"optimizer": "adamw", "weight_decay": 0.1, "steps": 3})
-    uploads = train_with(known, state, decaying, cohort_size)
+    uploads = known.train(state, settings=decaying, cohort=cohort_size)
     for sent, received in zip(uploads, downloads(known, state), strict=True):
         for module, ids in held(received).items():
             name = f"{COMMON}/{module}.router"
-            same_row = (sent.tensors[name] == received.tensors[name]).all(dim=1)
+            same_row = (sent.payload.tensors[name] == received.tensors[name]).all(dim=1)
             assert same_row.nonzero().flatten().tolist() == [row for row in range(5) if row not in ids]
 
 
@@ -238,11 +227,7 @@ def test_the_embedding_set_is_disjoint_from_the_training(llama_backbone: Backbon
     """A third of 12 examples is put aside; an epoch sees the other 8."""
     method = fedamole(embedding_share=1 / 3, experts=4, clients_per_expert=1)
     known = Federation(llama_backbone, method, [client(0, LARGE, 12)], tmp_path)
-    engine = LocalEngine(
-        known.backbone, known.examples, SETTINGS.model_copy(update={"steps": None, "epochs": 1}), known.memory, seed=1
-    )
-    state = known.start()
-    (delivery,) = engine.train(known.method, known.model, [Task(1, known.clients[0], downloads(known, state)[0])])
+    (delivery,) = known.deliver(known.start(), settings=SETTINGS.model_copy(update={"steps": None, "epochs": 1}))
     assert delivery.report.examples == 8
 
 
@@ -267,7 +252,9 @@ def test_the_balance_loss_counts(llama_backbone: Backbone, tmp_path: Path) -> No
         state = known.start()
         assert len(held(downloads(known, state)[2])[QUERY]) == 3
         router = f"{COMMON}/{QUERY}.router"
-        moved[balance, accumulation] = train_with(known, state, settings, 4)[2].tensors[router] - state.tensors[router]
+        moved[balance, accumulation] = (
+            known.train(state, settings=settings)[2].payload.tensors[router] - state.tensors[router]
+        )
     assert moved[0.0, 1].abs().max() == 0
     assert moved[0.1, 1].norm() > 1e-5
     torch.testing.assert_close(moved[0.2, 1], 2 * moved[0.1, 1], rtol=1e-3, atol=1e-7)

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded, collate
-from fedguild.engines.local import LocalEngine
 from fedguild.export.weights import beyond_weights
 from fedguild.methods.pfl_moe import PflMoe, PflMoeSettings
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
-from fedguild.server.engine import Task
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client
 from tests.oracles import pfl_moe as oracle
@@ -99,19 +97,8 @@ def test_personalising_counts_as_the_clients_work(llama_backbone: Backbone, tmp_
     reports = []
     for first in (1, 2):
         federation = federation_of(llama_backbone, tmp_path / str(first), 8, personal_from=first, personal_epochs=1)
-        engine = LocalEngine(
-            llama_backbone,
-            federation.examples,
-            SETTINGS.model_copy(update={"epochs": 1, "steps": None}),
-            federation.memory,
-            seed=1,
-        )
-        state, who = federation.start(), federation.clients[0]
-        (delivery,) = engine.train(
-            federation.method,
-            federation.model,
-            [Task(1, who, federation.method.download(state, federation.model, who))],
-        )
+        epoch = SETTINGS.model_copy(update={"epochs": 1, "steps": None})
+        (delivery,) = federation.deliver(federation.start(), settings=epoch)
         reports.append(delivery.report)
     both, plain = reports
     assert (plain.examples, both.examples) == (8, 14)
