@@ -194,10 +194,17 @@ def browser(one_browser: Browser) -> Browser:
     return one_browser
 
 
-@pytest.fixture
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets runs in this process write no report, which takes longer than two rounds of a small run."""
-    monkeypatch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
+@pytest.fixture(scope="session", autouse=True)
+def _empty_reports() -> Iterator[None]:
+    """Lets runs in this process write an empty report: theirs take longer than small runs; tests/report draws some."""
+
+    def write(folder: Path) -> Path:
+        (folder / "report.html").touch()
+        return folder / "report.html"
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fedguild.runs.experiment.write_report", write)
+        yield
 
 
 @pytest.fixture

@@ -22,7 +22,6 @@ IGNORES_DTYPE = {"optimizer": "a trained tensor is fp32 whatever its model is"}
 
 
 def names_in(script: str) -> tuple[set[str], set[str]]:
-    """Returns the functions that a script calls by name, and the attributes that it reads."""
     tree = ast.parse((BENCHMARKS / f"{script}.py").read_text("utf-8"))
     calls = {node.func.id for node in ast.walk(tree) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
     return calls, {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}

@@ -77,14 +77,12 @@ class Command:
 
     @property
     def runs_here(self) -> bool:
-        """Whether this module runs it."""
         name, *arguments = self.words
         cheap = name == "fedguild" and (arguments[0] in RUN or self.text in RUN_SMALL)
         return cheap and self.kind != "run by"
 
 
 def commands_of(page: str, text: str) -> Iterator[Command]:
-    """Yields the commands in a page's blocks of shell commands."""
     for block in BLOCK.finditer(text):
         if block["language"] in SHELLS:
             for words in commands_in(block["text"]):
@@ -113,22 +111,6 @@ COMMANDS = [
     command for page in PAGES for command in commands_of(page.relative_to(ROOT).as_posix(), page.read_text("utf-8"))
 ]
 FEDGUILD = [command for command in COMMANDS if command.words[0] == "fedguild"]
-
-
-def test_a_block_is_read_as_a_shell_reads_it() -> None:
-    text = (
-        "<!-- not run: slow -->\n```sh\nfedguild run a \\\n    'b=[1, 2]'   # why\n# only a comment\n"
-        "python - <<'END'\nx = 1\nEND\nfedguild doctor && make docs\n```\n\n```python\nrun()\n```\n"
-        "<!-- run by: tests/x.py -->\n\n```console\n$ echo 'a && b' | cat\n```\n"
-    )
-    assert [(c.words, c.kind, c.why) for c in commands_of("page", text)] == [
-        (("fedguild", "run", "a", "b=[1, 2]"), "not run", "slow"),
-        (("python", "-", "<<END"), "not run", "slow"),
-        (("fedguild", "doctor"), "not run", "slow"),
-        (("make", "docs"), "not run", "slow"),
-        (("echo", "a && b"), "run by", "tests/x.py"),
-        (("cat",), "run by", "tests/x.py"),
-    ]
 
 
 def unaccounted(commands: Sequence[Command]) -> list[str]:

@@ -12,12 +12,10 @@ from torch import Tensor
 
 from fedguild import methods
 from fedguild.config import load_config
-from fedguild.core.payload import Payload, with_part
 from fedguild.runs import experiment
 from fedguild.server import checkpoint
-from fedguild.server.method import RUNNING_MEAN, Method
+from fedguild.server.method import Method
 from tests.methods import test_matrix, test_private_methods
-from tests.methods.federation import LARGE, client, upload
 from tests.runs.runs import save_model
 
 TEXT = (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text("utf-8")
@@ -34,7 +32,6 @@ SMALL = [
 
 
 def block(language: str, containing: str) -> str:
-    """Returns the one fenced block of a language that contains a text."""
     blocks = re.findall(rf"```{language}\n(.*?)```", TEXT, flags=re.DOTALL)
     (found,) = [body for body in blocks if containing in body]
     return str(found)
@@ -98,16 +95,7 @@ def test_the_example_says_whether_it_can_be_private_and_then_runs_privately(case
         test_private_methods.test_a_method_that_says_it_can_trains_privately(unit, case, tmp_path / unit)
 
 
-def test_the_example_is_described_like_a_method_that_ships(case: str) -> None:
-    """What `test_registry` asks of each, but for its files, which the guide's steps 2 to 4 write."""
-    method = methods.METHODS.load(case)
-    assert method.title.lower().startswith(case)
-    assert [name for name, field in method.Settings.model_fields.items() if not field.description] == []
-    assert method.costs == RUNNING_MEAN
-
-
 def states(preset: str, folder: Path, *overrides: str) -> list[dict[str, Tensor]]:
-    """Returns the global LoRA before the first round and after each of a run."""
     config = load_config(preset, [*SMALL, *overrides])
     experiment.run(config, folder)
     saved = [
@@ -126,18 +114,3 @@ def test_the_server_goes_on_in_the_direction_of_the_last_round(preset: str, tmp_
         expected = plain[2][name] + momentum * (plain[1][name] - start)
         torch.testing.assert_close(moving[2][name], expected, rtol=1e-5, atol=1e-7)
         assert not torch.equal(moving[2][name], plain[2][name])
-
-
-def test_two_rounds_by_hand(preset: str) -> None:
-    """beta = 0.5, n = 10 and 30: 2 and 6 are 5 on average, so v = theta = 5; 9 and 9: v = 2.5 + 4, theta = 11.5."""
-    name = "model.layers.0.self_attn.q_proj.lora_A"
-    method = methods.build_method("fedavgm", {"momentum": 0.5})
-    zero = {name: torch.zeros(1, 1)}
-    state = Payload({**with_part("adapter", zero), **with_part("velocity", zero)})
-    for values, theta in (((2.0, 6.0), 5.0), ((9.0, 9.0), 11.5)):
-        sent = [
-            upload(client(index, LARGE, examples), adapter={name: torch.tensor([[value]])})
-            for index, (examples, value) in enumerate(zip((10, 30), values, strict=True))
-        ]
-        state = method.aggregate(state, iter(sent))
-        assert state.tensors[f"adapter/{name}"].item() == theta

@@ -16,7 +16,6 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def gpu() -> Iterator[Any]:
-    """The script, imported as it runs."""
     sys.path.insert(0, str(BENCHMARKS))
     yield importlib.import_module("gpu")
     sys.path.remove(str(BENCHMARKS))
@@ -61,19 +60,3 @@ def test_every_system_at_small_sizes(gpu, tmp_path):
     alone = found["OLMoE-1B-7B | peft | 1 x 16 | rank 20, 8 active"]
     page_module = importlib.import_module("gpu_page")
     assert page_module.gain(equal, found.values()) == pytest.approx(2 * alone["seconds"] / equal["seconds"])
-
-
-def test_the_cases_that_tell_most_come_first(gpu):
-    """All systems' typical steps in each layout, before any other; each case once."""
-    found = list(gpu.cases(False))
-    assert len({case.key for case in found}) == len(found)
-    most = {(system, layout.name): 1 for system in (gpu.PEFT, gpu.PLAIN) for layout in gpu.LAYOUTS}
-    whole = "Qwen3-30B-A3B"
-    most |= {(gpu.OURS, whole): 4, (gpu.WITHOUT, whole): 4}
-    typical = [case for case in found if (case.clients, case.tokens) == (most.get((case.system, case.layout), 8), 1024)]
-    first = found[: len(typical)]
-    assert set(typical) == set(first)
-    assert {case.layout for case in first} == {layout.name for layout in gpu.LAYOUTS}
-    assert {case.system for case in first} == {gpu.OURS, gpu.WITHOUT, gpu.PEFT, gpu.PLAIN}
-    assert first[0].key == "OLMoE-1B-7B | ours | 8 x 1024 | rank 20, 8 active"
-    assert found[-1].tokens != 1024

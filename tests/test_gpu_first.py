@@ -18,7 +18,6 @@ CPU = ["--device", "cpu", "--dtype", "float32", "--small"]
 
 @pytest.fixture(scope="module")
 def first() -> Iterator[Any]:
-    """The script, imported as it runs."""
     sys.path.insert(0, str(BENCHMARKS))
     yield importlib.import_module("gpu_first")
     sys.path.remove(str(BENCHMARKS))

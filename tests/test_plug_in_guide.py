@@ -31,14 +31,12 @@ for arguments in json.loads(sys.argv[1]):
 
 
 def file(name: str) -> str:
-    """Returns the block that follows the mention of a file."""
     match = re.search(rf"`{re.escape(name)}`.*?```\w+\n(.*?)```", GUIDE, re.DOTALL)
     assert match is not None, name
     return match[1]
 
 
 def commands() -> list[list[str]]:
-    """Returns the guide's fedguild commands, those that train with small sizes."""
     (block,) = re.findall(r"```sh\n(pip install .*?)```", GUIDE, re.DOTALL)
     found = [line.split()[1:] for line in block.splitlines() if line.startswith("fedguild ")]
     return [[*words, *SMALL] if words[0] in ("run", "compare") else words for words in found]

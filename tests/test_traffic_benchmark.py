@@ -16,7 +16,6 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def traffic() -> Iterator[Any]:
-    """The script, imported as it runs."""
     sys.path.insert(0, str(BENCHMARKS))
     yield importlib.import_module("traffic")
     sys.path.remove(str(BENCHMARKS))
@@ -26,16 +25,6 @@ def test_products_and_their_bytes(traffic: Any) -> None:
     left, right = torch.ones(3, 5), torch.ones(5, 7)
     found = traffic.counted(lambda: left @ right)
     assert (found.operations, found.flops, found.read, found.written) == (1, 2 * 3 * 5 * 7, 4 * (15 + 35), 4 * 21)
-
-
-def test_grouped_products(traffic: Any) -> None:
-    """Every row meets the matrix of its group alone; outer products sum over the rows of a group."""
-    rows, matrices, ends = torch.ones(8, 4), torch.ones(2, 4, 12), torch.tensor([3, 8], dtype=torch.int32)
-    found = traffic.counted(lambda: torch.nn.functional.grouped_mm(rows, matrices, offs=ends))
-    assert found.flops == 2 * 8 * 4 * 12
-    others = torch.ones(8, 12)
-    found = traffic.counted(lambda: torch.nn.functional.grouped_mm(rows.t(), others, offs=ends))
-    assert found.flops == 2 * 8 * 4 * 12
 
 
 def test_views_cost_nothing_and_what_is_changed_in_place_is_read_and_written(traffic: Any) -> None:

@@ -21,7 +21,6 @@ Invoke = Callable[..., Result]
 
 @pytest.fixture
 def invoke(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Invoke:
-    """Calls `fedguild ARGUMENTS...` in an empty folder, with its output piped."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("COLUMNS", raising=False)  # some libraries set it for the whole process
     runner = CliRunner()
@@ -97,7 +96,6 @@ class FakeExperiment:
 
 @pytest.fixture
 def experiment(monkeypatch: pytest.MonkeyPatch) -> FakeExperiment:
-    """Puts a FakeExperiment where the commands look for `fedguild.runs.experiment`."""
     fake = FakeExperiment()
     monkeypatch.setitem(sys.modules, "fedguild.runs.experiment", fake)  # type: ignore[arg-type]
     monkeypatch.setattr("fedguild.runs.experiment", fake, raising=False)

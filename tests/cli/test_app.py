@@ -73,13 +73,6 @@ def test_a_setting_given_as_an_option_is_told(
     assert told in result.stderr
 
 
-def test_an_option_that_is_no_setting_is_told_as_ever(invoke: Invoke) -> None:
-    result = invoke("run", "flame/tiny-tasks", "--outptu", "x")
-    assert result.exit_code == 2
-    told = " ".join(result.stderr.replace("│", " ").split())
-    assert "Did you mean '--output'?" in told
-
-
 def test_version(invoke: Invoke) -> None:
     assert invoke("--version").stdout == f"fedguild {fedguild.__version__}\n"
 
@@ -91,13 +84,6 @@ def test_a_mendable_error_is_a_message_and_exit_code_2(invoke: Invoke) -> None:
     assert result.stderr.startswith("Error: override 'training.stepz=3': unknown key 'training.stepz'\n")
     assert "Did you mean 'training.steps'?" in result.stderr
     assert "Traceback" not in result.stderr
-
-
-def test_debug_shows_the_traceback(invoke: Invoke) -> None:
-    result = invoke("--debug", "run", "nowhere.yaml")
-    assert result.exit_code == 2
-    assert "Traceback" in result.stderr
-    assert "Error: There is no config file nowhere.yaml." in result.stderr
 
 
 @pytest.mark.parametrize(

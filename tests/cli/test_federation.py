@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 
 from fedguild.cli.app import app
 from fedguild.config import load_config
-from fedguild.federation.audit import AuditLog
 from fedguild.federation.operations import Status
 from fedguild.federation.site import load_server, load_site
 
@@ -59,14 +58,6 @@ def test_init_exposes_the_fleet_path_only(guild: Path) -> None:
     assert proxy.count("proxy_pass ") == 1
     assert "location /v1/fleet/ {" in proxy
     assert "return 403;" in proxy
-
-
-def test_init_with_data_of_their_own(tmp_path: Path) -> None:
-    status, _ = call("init", str(tmp_path / "g"), "--own-data", "data.dataset=alpaca", "data.train=own.json")
-    assert status == 0
-    site = load_site(tmp_path / "g" / "client-002")
-    assert (site.data.shares, site.data.train) == (1, "own.json")
-    assert not load_server(tmp_path / "g" / "server").server_evaluation
 
 
 def test_init_puts_the_servers_name_into_its_certificate(tmp_path: Path) -> None:
@@ -122,25 +113,6 @@ def test_status_without_a_server(guild: Path) -> None:
     status, output = call("status", str(guild / "server"), "--json")
     assert status == 0
     assert Status(**json.loads(output)) == Status(up=False)
-
-
-def test_audit_checks_the_chain_and_shows_the_log(guild: Path) -> None:
-    path = guild / "server" / load_server(guild / "server").state
-    log = AuditLog(path)
-    log.append("joined", client=1, node=7)
-    log.append("revoked", client=1)
-    status, output = call("audit", str(guild / "server"))
-    assert status == 0
-    assert "joined: client 1, node 7" in output
-    assert "2 entries; none was changed, moved or removed before the last." in output
-    assert [entry["event"] for entry in json.loads(call("audit", str(guild / "server"), "--json")[1])] == [
-        "joined",
-        "revoked",
-    ]
-    (file,) = path.glob("audit*")
-    file.write_text(file.read_text().replace('"node":7', '"node":8').replace('"node": 7', '"node": 8'))
-    assert call("audit", str(guild / "server"))[0] == 2
-    file.unlink()
 
 
 def test_status_of_a_server_that_is_up(guild: Path, monkeypatch: pytest.MonkeyPatch) -> None:

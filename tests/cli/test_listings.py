@@ -8,11 +8,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import yaml
 from typer.testing import Result
 
 from fedguild.cli import doctor
-from fedguild.config import Config, axes, load_config, presets, tables
+from fedguild.config import axes, presets, tables
 from fedguild.data import ClientData, Corpus, Example, PartitionTable
 from fedguild.methods import METHODS
 from fedguild.model import kernels
@@ -92,13 +91,6 @@ def test_methods_are_chosen_by_the_presets_that_they_have(invoke: Invoke) -> Non
     assert {entry["name"] for entry in dense} == {
         name for name, part in axes().methods.items() if "moe" not in part.needs
     }
-
-
-def test_a_preset_written_out_is_the_same_config(invoke: Invoke) -> None:
-    shown = invoke("presets", "flame/tiny-tasks", "seed=5")
-    assert Config.model_validate(yaml.safe_load(shown.stdout)) == load_config("flame/tiny-tasks", ["seed=5"])
-    as_json = json.loads(invoke("presets", "flame/tiny-tasks", "seed=5", "--json").stdout)
-    assert as_json["seed"] == 5
 
 
 def test_methods_are_listed_with_their_options(invoke: Invoke) -> None:
@@ -218,26 +210,6 @@ def test_doctor_lists_the_kernels_of_a_gpu(
     kernels.chosen.cache_clear()
     assert (line.verdict, line.found) == (verdict, found)
     assert ("pip install 'fedguild[gpu]'" in line.consequence) is (verdict != "ok")
-
-
-@pytest.mark.parametrize(
-    ("setting", "verdict", "found"),
-    [
-        ("auto", "ok", "low-rank, grouped, optimizer, norm, rotary, swiglu"),
-        ("optimizer,dropout", "missing", "optimizer"),
-        ("optimiser", "problem", "optimiser"),
-    ],
-)
-def test_doctor_lists_the_kernels_of_a_cpu(
-    setting: str, verdict: str, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setenv(kernels.VARIABLE, setting)
-    kernels.chosen.cache_clear()
-    line = doctor._kernels()
-    kernels.chosen.cache_clear()
-    assert (line.verdict, line.found) == (verdict, found)
-    assert ("FEDGUILD_KERNELS" in line.consequence) is (verdict != "ok")
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 import fedguild
-from fedguild.cli.options import is_setting
 from fedguild.cli.progress import TerminalProgress
 from fedguild.config import load_config
 from fedguild.core.errors import ConfigError
@@ -118,24 +117,11 @@ def test_compare_keeps_finished_cells_and_resumes_half_finished_ones(
     assert "flame-tiny-tasks seed 0: already finished" in second.stderr
 
 
-def test_a_setting_may_be_longer_than_a_files_name() -> None:
-    assert is_setting("federation.budgets=[" + ", ".join(["{name: b, active_experts: 8}"] * 40) + "]")
-    assert not is_setting("flame/tiny-tasks")
-
-
 def test_compare_does_not_mix_runs_of_other_settings(invoke: Invoke, experiment: FakeExperiment) -> None:
     invoke("compare", "flame/tiny-tasks", "--seeds", "0", "--output", "grid")
     result = invoke("compare", "flame/tiny-tasks", "training.steps=3", "--seeds", "0", "--output", "grid")
     assert result.exit_code == 2
     assert "grid/flame-tiny-tasks/seed-0 holds a run with settings other than" in result.stderr
-
-
-@pytest.mark.parametrize("reference", ["flame/tiny-tasks", "flame-tiny-tasks"])
-def test_the_reference_may_be_given_as_config_or_as_run(
-    invoke: Invoke, experiment: FakeExperiment, reference: str
-) -> None:
-    result = invoke("compare", *PAIR, "--seeds", "0", "--reference", reference, "--json")
-    assert json.loads(result.stdout)["reference"] == "flame-tiny-tasks"
 
 
 @pytest.mark.parametrize(
@@ -236,22 +222,6 @@ def test_evaluate(invoke: Invoke, experiment: FakeExperiment) -> None:
     assert ["b4", "0.250"] in lines
     assert ["mean", "0.500"] in lines
     assert invoke("evaluate", "x", "--split", "train").exit_code == 2
-
-
-def test_evaluate_where_every_client_has_a_model_of_its_own(invoke: Invoke, experiment: FakeExperiment) -> None:
-    lines = [line.split() for line in invoke("evaluate", "runs/personal").stdout.splitlines()]
-    assert lines == [
-        ["client", "own", "model", "as", "received", "all", "data"],
-        ["client-000", "0.750", "0.250", "0.500"],
-        ["client-001", "0.500", "0.000", "0.500"],
-        ["mean", "0.625", "0.125", "0.500"],
-        ["deviation", "0.177", "–", "0.000"],
-    ]
-    shown = json.loads(invoke("evaluate", "runs/personal", "--json").stdout)
-    assert shown["scores"] == {}
-    assert shown["received"] == {"client-000": 0.25, "client-001": 0.0}
-    assert shown["summaries"] == {"mtal": 0.625, "received": 0.125, "pooled": 0.5}
-    assert shown["deviations"] == {"mtal": 0.177, "pooled": 0.0}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from fedguild.core.progress import Progress
 from fedguild.measuring.log.folder import load_run
 from fedguild.measuring.log.index import PLAN_FILE
 from fedguild.report.sweep import SweepTable, tabulate
-from fedguild.runs.api.sweeping import setting_names, split_values
+from fedguild.runs.api.sweeping import split_values
 from fedguild.server import checkpoint
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run
@@ -48,7 +48,6 @@ class Ranked(FakeExperiment):
 
 @pytest.fixture
 def ranked(monkeypatch: pytest.MonkeyPatch, experiment: FakeExperiment) -> Ranked:
-    """The same in place of the experiment."""
     fake = Ranked()
     monkeypatch.setitem(sys.modules, "fedguild.runs.experiment", fake)
     monkeypatch.setattr("fedguild.runs.experiment", fake, raising=False)
@@ -156,16 +155,6 @@ def test_nonsense_is_refused_before_anything_runs(
 )
 def test_values_are_separated_by_commas_outside_of_brackets_and_quotes(text: str, values: list[str]) -> None:
     assert split_values(text) == values
-
-
-def test_names_are_distinct_and_the_same_every_time() -> None:
-    swept = {"method.targets": ["[attention]", "[attention,experts]"], "a.rank": ["1"], "b.rank": ["2"]}
-    names = setting_names(swept)
-    assert len(names) == 2
-    assert names == setting_names(swept)
-    assert all(name.startswith("method-targets-attention") for name in names)
-    assert len({*setting_names({"x": ["a b", "a-b", "a_b"]})}) == 3
-    assert all(len(name) <= 90 for name in setting_names({"x": ["v" * 200, "w" * 200]}))
 
 
 @pytest.fixture

@@ -52,13 +52,6 @@ def test_watch_says_where_the_page_is_and_ends_with_ctrl_c(invoke: Invoke, opene
         urlopen(result.stderr.split()[2], timeout=5)
 
 
-@pytest.mark.usefixtures("at_once")
-def test_watch_waits_for_a_run_that_does_not_exist(invoke: Invoke, opened: list[str], tmp_path: Path) -> None:
-    result = invoke("watch", "runs/later")
-    assert result.exit_code == 0, result.output
-    assert not (tmp_path / "runs").exists()
-
-
 RUN = ("run", "flame/tiny-tasks", "--output", "out")
 WATCHED = [
     (RUN, "out", "run"),
@@ -118,8 +111,6 @@ def test_a_federation_is_watched_until_its_run_ends(
 
 
 def _looking(work: Callable[..., Any], opened: list[str], seen: list[dict[str, Any]]) -> Callable[..., Any]:
-    """Returns a function that looks at the page, notes what it says that it follows, and then does the work."""
-
     def watched(*arguments: object, **more: object) -> Any:
         (address,) = opened
         assert urlopen(address, timeout=10).status == 200

@@ -24,7 +24,6 @@ a name, and for each of these sections, which."""
 
 
 def recorded(name: str) -> dict[str, Any]:
-    """Returns what a preset resolved to in 0.3."""
     settings = {**RECORDED["flame/tiny-tasks"], "name": name.replace("/", "-")}
     for (section, found), index in zip(RECORDED["differences"].items(), RECORDED["presets"][name], strict=True):
         whole = section in ("method", "seed")

@@ -58,11 +58,6 @@ def test_overrides_are_yaml_and_the_later_wins() -> None:
     assert config.method.options["temperature"] == 4
 
 
-def test_a_number_with_an_exponent_is_a_number_also_in_the_options_of_a_method(tmp_path: Path) -> None:
-    config = load_config(write(tmp_path, "a.yaml", "method: {name: flame, temperature: 2e0, mark: -1.e+3, word: 1ex}"))
-    assert config.method.options == {"temperature": 2.0, "mark": -1000.0, "word": "1ex"}
-
-
 def test_another_method_drops_the_options_of_the_first(tmp_path: Path) -> None:
     parent = write(tmp_path, "parent.yaml", "method: {name: flame, temperature: 2, rank: 4}")
     assert load_config(parent, ["method=fedit"]).method.options == {}
@@ -112,14 +107,6 @@ def test_a_table_is_told_from_a_config() -> None:
     text = message("flame/table-2")
     assert "'flame/table-2' is a table of several runs, not the config of one." in text
     assert "`fedguild compare flame/table-2` runs it." in text
-
-
-def test_a_mapping_extends_a_preset_or_a_file(tmp_path: Path) -> None:
-    base = Path(write(tmp_path, "base.yaml", "extends: flame/tiny-tasks\ntraining: {batch_size: 3}"))
-    config = load_config({"extends": base, "seed": 4})
-    assert (config.training.batch_size, config.seed, config.name) == (3, 4, "base")
-    with pytest.raises(ConfigError, match="extends: must name one preset or file, got 3"):
-        load_config({"extends": 3, "method": "flame"})
 
 
 def test_what_is_no_yaml_or_no_mapping(tmp_path: Path) -> None:

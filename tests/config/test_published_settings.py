@@ -45,12 +45,6 @@ def test_fedamoles_figure_9_has_the_released_rates_and_sizes() -> None:
     assert second == {(experts, most) for experts in (15, 20, 25, 30) for most in (8, 10, 12, 14)}
 
 
-@pytest.mark.parametrize("name", ["fedamole/figure-11", "fedamole/figure-11-tiny"])
-def test_fedamoles_figure_11_has_the_released_privacy_budgets(name: str) -> None:
-    found = {row: config.method.options.get("privacy_eta") for (row, _), config in configs(name).items()}
-    assert found == {"fedit": None, "eta-1": 1, "eta-50": 50, "eta-100": 100, "fedamole": None}
-
-
 @pytest.mark.parametrize("name", ["flame/figure-3", "flame/figure-3-tiny", "flame/figure-4"])
 def test_flames_figures_3_and_4_have_their_ten_settings_unclipped_and_with_perplexity(name: str) -> None:
     """Five temperatures with the frequency as published and by k_i; at t = 0 the two are one row."""
@@ -85,12 +79,6 @@ def test_flames_additional_results_differ_from_the_main_ones_in_their_clients_al
     for place, config in small.items():
         alone = config.model_copy(update={"federation": config.federation.model_copy(update={"clients": 40})})
         assert alone.fingerprint() == large[place].fingerprint(), place
-
-
-@pytest.mark.parametrize("name", ["flame/table-5", "flame/table-5-tiny", "flame/table-7"])
-def test_flames_tables_of_the_rescaler_have_none_a_static_and_a_learned_one(name: str) -> None:
-    found = {row: config.method.options.get("rescaler", "per_layer") for (row, _), config in configs(name).items()}
-    assert found == {"none": "none", "static": "static", "learned": "per_layer"}
 
 
 def test_pfl_moes_gate_trains_for_the_papers_200_epochs_on_real_models() -> None:

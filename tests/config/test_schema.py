@@ -9,8 +9,6 @@ import yaml
 from fedguild.config import Config, load_config
 from fedguild.config.federation import FederationSettings
 from fedguild.config.reference import as_markdown, settings_of
-from fedguild.config.schema import MethodSettings
-from fedguild.config.training import TrainingSettings
 from fedguild.core.errors import ConfigError
 from fedguild.core.score_names import SCORES, SUMMARIES
 
@@ -70,12 +68,6 @@ def test_a_budget_does_not_have_the_name_of_a_mean(name: str) -> None:
     assert load_config("flame/tiny-tasks", [f"federation.budgets=[{{name: {name}-1}}]"]).federation.budgets
 
 
-def test_a_pattern_is_explained_in_words() -> None:
-    (line,) = lines_for("model.device=tpu")
-    assert "model.device: does not have the accepted form (auto, cpu, cuda, cuda:N or mps" in line
-    assert line.endswith("got 'tpu'")
-
-
 def test_all_that_is_wrong_is_told_at_once() -> None:
     lines = lines_for(
         "seed=-1", "evaluation.answer_mode=x", "federation.budgets=[{name: a, rnk: 3}, {name: b, rank: 0}]"
@@ -121,18 +113,6 @@ def test_a_config_without_a_method(tmp_path: Path) -> None:
     path.write_text("seed: 1")
     with pytest.raises(ConfigError, match=r"a\.yaml: method: is required"):
         load_config(str(path))
-
-
-def test_one_epoch_unless_steps_are_given() -> None:
-    assert (TrainingSettings().epochs, TrainingSettings().steps) == (1.0, None)
-    assert (TrainingSettings(steps=3).epochs, TrainingSettings(steps=3).steps) == (None, 3)
-    assert TrainingSettings(epochs=0.4).epochs == 0.4
-
-
-def test_method_settings_in_python_and_from_yaml_are_the_same() -> None:
-    in_python = MethodSettings(name="flame", options={"rank": 3})
-    assert MethodSettings.model_validate({"name": "flame", "rank": 3}) == in_python
-    assert MethodSettings.model_validate(in_python.model_dump()) == in_python
 
 
 @pytest.mark.parametrize(

@@ -40,15 +40,3 @@ def test_a_client_that_never_answered_sent_nothing():
     assert traffic == Traffic(1, 0, bytes_by_part(UPLOAD))
     assert traffic.upload_bytes == 0
     assert traffic.download_bytes > 0
-
-
-def test_two_attempts_add_up():
-    first, second = (
-        count_traffic(2, 5, UPLOAD, None),
-        count_traffic(2, 5, UPLOAD, Payload({"adapter/x": torch.zeros(3)})),
-    )
-    both = first + second
-    assert (both.round, both.client) == (2, 5)
-    assert both.download_by_part == {part: 2 * size for part, size in first.download_by_part.items()}
-    assert both.upload_by_part == second.upload_by_part
-    assert both.download_bytes == 2 * first.download_bytes

@@ -1,23 +1,14 @@
 import errno
-import json
 import os
 
 import pytest
 
 from fedguild.core.errors import FedGuildError
-from fedguild.core.files import make_folder, replacing, write_bytes, write_json, write_text
+from fedguild.core.files import make_folder, replacing, write_bytes, write_text
 
 
 def names(folder):
     return sorted(path.name for path in folder.iterdir())
-
-
-def test_text_and_json_are_utf8_and_parents_are_made(tmp_path):
-    write_text(tmp_path / "a" / "b.txt", "é")
-    write_json(tmp_path / "a" / "b.json", {"k": [1, "é"]})
-    assert (tmp_path / "a" / "b.txt").read_bytes() == "é".encode()
-    assert json.loads((tmp_path / "a" / "b.json").read_text()) == {"k": [1, "é"]}
-    assert (tmp_path / "a" / "b.json").read_bytes().endswith(b"}\n")
 
 
 def test_only_its_user_can_read_what_is_written(tmp_path):

@@ -52,10 +52,3 @@ def test_a_hub_that_answers_the_second_time_is_there(answers: list[Exception | N
     answers += [TimeoutError(), None]
     assert hub.reach_hub()
     assert not huggingface_hub.constants.HF_HUB_OFFLINE
-
-
-def test_a_process_that_is_offline_asks_nobody(
-    answers: list[Exception | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert not hub.reach_hub()

@@ -97,8 +97,7 @@ def test_a_config_with_a_fault_leaves_no_folder_even_if_it_is_killed(
         experiment.run(config, tmp_path / "run")
 
 
-@pytest.mark.parametrize("engine", ["local", "ray"])
-@pytest.mark.parametrize("work", ["run", "resume"])
+@pytest.mark.parametrize(("work", "engine"), [("run", "ray"), ("resume", "local")])
 def test_a_run_that_is_being_worked_on_is_neither_begun_nor_resumed(
     work: str, engine: str, other, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,13 +47,6 @@ def test_special_values_and_bits_survive():
     assert scalars == {"inf": float("inf"), "third": 1 / 3}
 
 
-def test_the_order_of_insertion_leaves_no_trace():
-    tensors = {name: torch.full((3,), float(i)) for i, name in enumerate("qwertyuiop")}
-    scalars = {name: i for i, name in enumerate("asdfghjkl")}
-    backwards = pack(dict(reversed(tensors.items())), dict(reversed(scalars.items())))
-    assert pack(tensors, scalars) == backwards
-
-
 def test_slices_shared_tensors_and_gradients_are_packed_by_value():
     stack = torch.arange(24.0).reshape(2, 3, 4).requires_grad_()
     tensors = {

@@ -127,12 +127,6 @@ def test_broken_plugins_are_named_in_a_line_and_leave_the_others_alone(broken: P
     assert broken.load("cat") == "cat"
 
 
-def test_a_broken_plugin_that_ships_is_no_ones_to_uninstall(zoo: Path):
-    with pytest.raises(ConfigError, match=r"The animal grey-wolf \(zoo\) cannot be used: ZeroDivisionError") as raised:
-        animals().load("grey-wolf")
-    assert not raised.value.hint
-
-
 def test_what_ships_keeps_its_name(zoo: Path, monkeypatch: pytest.MonkeyPatch):
     install(monkeypatch, zoo / "ark", "ark", entry_points="[zoo.animals]\nbears = ark:BEARS\n")
     assert animals().load("bears") == "bear"
@@ -162,12 +156,6 @@ def test_entry_points_that_cannot_be_parsed_stop_nobody(zoo: Path, monkeypatch: 
     assert found["bad"].warning.startswith(
         "bad (bad 1.2) cannot be used: its entry_points.txt cannot be read (TypeError"
     )
-
-
-def test_of_one_distribution_found_twice_the_first_counts(zoo: Path, monkeypatch: pytest.MonkeyPatch):
-    install(monkeypatch, zoo / "old", "the.ark", entry_points="[zoo.animals]\ncat = ark:CAT\n", version="1.0")
-    install(monkeypatch, zoo / "new", "The-Ark", entry_points="[zoo.animals]\ncat = ark:CAT\n", version="1.1")
-    assert [plugin.origin for plugin in animals("zoo.nothing").found()] == ["The-Ark 1.1"]
 
 
 def test_listing_imports_neither_torch_nor_the_plugins():

@@ -3,7 +3,7 @@ import hashlib
 import pytest
 
 from fedguild.core.errors import CheckpointError
-from fedguild.core.sealed import map_sealed, read_sealed, remove_leftovers, write_sealed
+from fedguild.core.sealed import map_sealed, read_sealed, write_sealed
 
 CONTENT = bytes(range(256)) * 3
 
@@ -58,10 +58,3 @@ def test_a_cut_off_file_is_noticed(tmp_path, length):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"Cannot read .*absent: No such file"):
         read_sealed(tmp_path / "absent")
-
-
-def test_leftovers_go_and_files_stay(tmp_path):
-    write_sealed(tmp_path / "file", CONTENT)
-    (tmp_path / ".file.abc.part").write_bytes(b"half")
-    remove_leftovers(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]

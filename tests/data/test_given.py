@@ -11,7 +11,7 @@ import torch
 from datasets import Dataset, DatasetDict
 
 from fedguild.core.errors import DataError
-from fedguild.data.given import as_file, rows_of
+from fedguild.data.given import rows_of
 from fedguild.data.partition import as_parts
 
 ROWS: list[dict[str, Any]] = [{"instruction": "a", "response": "1"}, {"instruction": "b", "response": None}]
@@ -49,11 +49,6 @@ def test_numbers_of_numpy_are_plain() -> None:
 def test_what_is_no_dataset(dataset: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         rows_of(dataset)
-
-
-def test_a_file_is_named_by_its_content() -> None:
-    assert as_file(ROWS) == as_file([dict(row) for row in ROWS])
-    assert as_file(ROWS)[0] != as_file(ROWS[:1])[0]
 
 
 def test_an_assignment_in_both_forms() -> None:

@@ -6,7 +6,7 @@ import pytest
 from fedguild.core.errors import DataError
 from fedguild.core.seeding import numpy_rng
 from fedguild.data.example import Example
-from fedguild.data.partition import SCHEMES, apportion, partition, partition_table
+from fedguild.data.partition import SCHEMES, partition
 
 
 def make(labels: str, documents: str = "") -> list[Example]:
@@ -44,7 +44,6 @@ def test_iid_sizes_differ_by_one_at_most():
 
 
 def skew(parts: list[list[int]], examples: list[Example]) -> float:
-    """Returns the mean share of the commonest label in a client."""
     return float(np.mean([max(Counter(examples[i].label for i in part).values()) / len(part) for part in parts]))
 
 
@@ -122,12 +121,6 @@ def test_quantity_keeps_labels_mixed_and_skews_sizes():
     assert skew(parts, examples) < 0.65
 
 
-def test_apportion_by_largest_remainders():
-    assert apportion(np.array([1.0, 1.0, 1.0]), 5).tolist() == [2, 2, 1]
-    assert apportion(np.array([0.6, 0.3, 0.1]), 4).tolist() == [3, 1, 0]
-    assert apportion(np.array([1.0, 3.0]), 0).tolist() == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -143,10 +136,3 @@ def test_bad_settings(options: dict[str, float], message: str):
     settings = {"scheme": "dirichlet", "clients": 4, **options}
     with pytest.raises(DataError, match=message):
         deal(examples=EXAMPLES, **settings)  # type: ignore[arg-type]
-
-
-def test_table_counts_clients_by_labels():
-    table = partition_table(make("aabbbc"), [[0, 2, 3, 4], [1, 5], []])
-    assert table.labels == ("b", "a", "c")
-    assert table.counts == ((3, 1, 0), (0, 1, 1), (0, 0, 0))
-    assert table.client_sizes == (4, 2, 0)

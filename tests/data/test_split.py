@@ -5,7 +5,7 @@ import pytest
 from fedguild.config.data import SplitSettings
 from fedguild.core.errors import DataError
 from fedguild.data.example import Corpus, Example
-from fedguild.data.split import ClientData, pooled_test, split_clients
+from fedguild.data.split import ClientData, split_clients
 
 
 def examples(labels: str, prefix: str = "") -> tuple[Example, ...]:
@@ -88,14 +88,3 @@ def test_labels_without_test_examples():
         split_clients(corpus, [[0, 1, 2]], SplitSettings(test_source="corpus"), seed=0)
     with pytest.raises(DataError, match="'made' has no test examples of its own"):
         split_clients(Corpus("made", CORPUS.train), HALVES, SplitSettings(test_source="corpus"), seed=0)
-
-
-def test_pooled_test_is_the_corpus_own_or_all_clients():
-    clients = split_clients(CORPUS, HALVES, seed=0)
-    assert pooled_test(CORPUS, clients, seed=0) == CORPUS.test
-    capped = pooled_test(CORPUS, clients, limit=5, seed=0)
-    assert len(set(capped)) == 5
-    assert capped == pooled_test(CORPUS, clients, limit=5, seed=0)
-    assert capped != pooled_test(CORPUS, clients, limit=5, seed=1)
-    own = Corpus("made", CORPUS.train)
-    assert pooled_test(own, clients, seed=0) == clients[0].test + clients[1].test

@@ -43,7 +43,6 @@ MakeEngine = Callable[[Experiment], tuple[Engine, Scorer | None]]
 
 
 def save_models(folder: Path) -> dict[str, Path]:
-    """Writes the random model of every family of backbones that a case runs on."""
     return {family: save_model(folder / family, family) for family in sorted({case.family for case in CASES.values()})}
 
 
@@ -82,18 +81,15 @@ def assert_equal_to_local(
 
 
 def traffic(folder: Path) -> list[tuple[int, int, int, int, dict[str, int]]]:
-    """Returns round, client, bytes down, bytes up and bytes up by part of every client's every round."""
     records = [record for record in RunLog(folder).read() if isinstance(record, ClientRecord)]
     assert records
     return [(r.round, r.client, r.download_bytes, r.upload_bytes, r.upload_parts) for r in records]
 
 
 def newest_memory(run: Ended) -> Ended:
-    """Returns a run with each client's newest memory alone, by the client's name."""
     return replace(run, memory={name.split("/")[-2]: content for name, content in sorted(run.memory.items())})
 
 
 def site_memory(folder: Path) -> dict[str, bytes]:
-    """Returns client -> its newest memory, wherever it lies below a folder of sites."""
     paths = sorted(folder.rglob(f"{MEMORY}/*/*.memory"), key=lambda path: path.name)
     return {path.parent.name: path.read_bytes() for path in paths}

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fedguild.client.cohort import LocalReport
-from fedguild.config.training import TrainingSettings
 from fedguild.core.codec import encode
 from fedguild.core.errors import ConfigError, FedGuildError
 from fedguild.core.packing import unpack
@@ -27,8 +26,6 @@ from fedguild.engines.ray_actor import (
     unpack_rows,
 )
 from fedguild.methods import build_method
-from fedguild.privacy.dp.dp_sgd import DpSgd
-from fedguild.privacy.dp.noise import Noise
 from fedguild.runs.setup import prepare
 from fedguild.server.engine import Wait
 from tests.engines.test_local import CLIENTS, deliver, engine_of, kept_rounds, tasks_of
@@ -97,16 +94,6 @@ def test_examples_survive_the_way_to_an_actor():
         assert unpack_rows(tensors, index) == rows
 
 
-def test_settings_and_clients_survive_as_plain_values():
-    assert TrainingSettings(**json.loads(json.dumps(SETTINGS.model_dump()))) == SETTINGS
-    dp = DpSgd(1.0, 0.5, 0.1, 3, 8.0, Noise(b"key"))
-    for private in ((), (dp.to_plain(),) * len(CLIENTS)):
-        job = CohortJob("flame", {"rank": 3}, 4, CLIENTS, private=private)
-        assert CohortJob.from_plain(json.loads(json.dumps(job.to_plain()))) == job
-    again = DpSgd.from_plain(json.loads(json.dumps(dp.to_plain())))
-    assert (again.noise.key, again.to_plain()) == (b"key", dp.to_plain())
-
-
 @pytest.mark.parametrize("memory", [None, Payload({"gate": torch.ones(3)}, {"steps": 2})])
 @pytest.mark.parametrize("frequency", [None, torch.rand(2, 3, 8)[:, 1]])
 def test_a_result_survives_the_way_back(memory, frequency):
@@ -157,21 +144,6 @@ def test_an_actor_trains_from_plain_values_and_bytes(actor, flame):
     )
     assert trained.left is None
     assert actor.cohort_size(job) == 1
-
-
-def test_an_actor_returns_what_training_left_where_it_is_asked_for(actor, flame):
-    """The trained LoRA and output scales, which are the upload's here, with the backbone's version."""
-    who, nothing = client(0, LARGE, 4), encode(Payload())
-    model = actor.trainer.backbone.info
-    state = flame.start(model, [LARGE], torch.Generator().manual_seed(0))
-    job = CohortJob("flame", {"rank": 3}, 2, (who,), keep_trained=True).to_plain()
-    summary, payloads = actor.train(job, encode(flame.download(state, model, who)), nothing, nothing)
-    trained = decode_result(summary["reports"][0], *payloads)
-    assert trained.left is not None
-    assert trained.left.scalars == {"merge_version": 0}
-    sent = {**trained.upload.part("adapter"), **trained.upload.part("rescaler")}
-    assert trained.left.tensors.keys() == sent.keys()
-    assert all(torch.equal(trained.left.tensors[name], value) for name, value in sent.items())
 
 
 def test_what_an_actor_cannot_mend_comes_back_as_words(actor, monkeypatch):

@@ -33,12 +33,10 @@ from fedguild.engines import ray_cluster  # noqa: E402
 from fedguild.engines.ray import RayEngine  # noqa: E402
 from fedguild.engines.ray_cluster import connect  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures("no_report")
 CORES = 5
 
 
 def engine_setting(actors: int) -> str:
-    """Returns the override for the ray engine with this many actors."""
     return f"federation.engine={{name: ray, ray: {{actors: {actors}}}}}"
 
 
@@ -65,7 +63,6 @@ class SharedEngines:
         self.engines: dict[str, RayEngine] = {}
 
     def close(self) -> None:
-        """Ends all actors."""
         while self.engines:
             self.engines.popitem()[1].close()
 
@@ -135,7 +132,6 @@ class PreparedRun:
     tasks: list[Task]
 
     def train(self, terms: Wait = WAIT_FOR_ALL, engine: Engine | None = None) -> list[Delivery]:
-        """Returns the deliveries of all tasks, from the run's engine or another."""
         method, model = self.run.method, self.run.backbone.info
         return list((engine or self.engine).train(method, model, self.tasks, terms))
 

@@ -103,13 +103,6 @@ def test_the_adapter_changes_the_model() -> None:
         assert (plain - logits[0]).abs().max() > 1e-2, label
 
 
-def test_a_gate_needs_token_ids() -> None:
-    backbone, deployment = fresh("mixture of logits")
-    model = attached(backbone, deployment)
-    with pytest.raises(ModelError, match="Give input_ids"):
-        model(inputs_embeds=torch.zeros(1, 3, backbone.info.hidden))
-
-
 def test_it_is_not_saved_without_its_adapter(tmp_path: Any) -> None:
     backbone, deployment = fresh("modulated routing")
     model = attached(backbone, deployment)

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.config import load_config
 from fedguild.core.errors import ConfigError
 from fedguild.federation import checks
 from fedguild.federation.project import write_project
@@ -189,14 +188,6 @@ def test_an_address_that_others_reach_needs_a_word(host: str, opens: str | None,
         says(faults[0].hint, "write `opens: fleet`")
 
 
-@pytest.mark.parametrize(
-    ("host", "loopback"),
-    [("127.0.0.9", True), ("::1", True), ("::", False), ("10.0.0.1", False), ("guild.example.org", False), ("", False)],
-)
-def test_addresses_of_this_machine_alone(host: str, loopback: bool) -> None:
-    assert checks.is_loopback(host) is loopback
-
-
 def test_one_port_for_clients_and_for_control(copy: Path) -> None:
     path = copy / "server" / "server.yaml"
     port = load_server(copy / "server").port
@@ -214,13 +205,6 @@ def test_a_port_that_is_about_to_be_free_is_waited_for(federation: Path) -> None
         assert not faults_of_server(federation)
     finally:
         closing.join()
-
-
-def test_a_control_port_that_is_taken(federation: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "FREED_SECONDS", 0.0)
-    with socket.create_server(("127.0.0.1", load_server(federation / "server").control_port)):
-        (fault,) = faults_of_server(federation)
-    says(fault.message + fault.hint, "Cannot listen on port", "control_port in server.yaml")
 
 
 @pytest.mark.parametrize("version", ["1.41.0", "1.42.0", "1.42.7"])
@@ -242,13 +226,6 @@ def test_all_faults_are_named_at_once(copy: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         checks.require_none(iter(faults_of_server(copy)))
     says(caught.value.message, "server.pem is missing", "run.yaml")
-
-
-def test_a_federation_of_a_method_that_scores_pooled_examples_is_written_without(tmp_path: Path) -> None:
-    """The clients' examples do not leave them; who asks for it is told when the server starts."""
-    config = write_project(tmp_path / "federation", 2, "fedalign-moe/tiny-tasks")
-    assert not config.evaluation.pooled
-    assert not load_config(str(tmp_path / "federation" / "server" / "run.yaml")).evaluation.pooled
 
 
 def test_a_federation_that_a_method_does_not_suit_is_not_written(tmp_path: Path) -> None:

@@ -68,7 +68,6 @@ def serve(source: Source, monkeypatch: pytest.MonkeyPatch, state: Path) -> None:
 
 
 def until(said: Path, text: str) -> Iterator[None]:
-    """Yields no task until a round loop has said something."""
     while not (said.exists() and text in said.read_text()):
         yield None
 
@@ -119,7 +118,6 @@ def test_a_loop_that_fails_ends_its_run_and_one_that_lasts_is_kept_and_ended(
 
 
 def take_all(source: Source, answer: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs a client's executor until its source gives no more, and all that it answers has been answered."""
     before = set(threading.enumerate())
     monkeypatch.setattr(client_executor, "TaskSource", lambda *_: source)
     monkeypatch.setattr(client_executor, "answer", answer)

@@ -46,21 +46,6 @@ def train_request(config: Config, round: int = 1, client: int = 1, factor: float
     return Message("train", RUN, round, client, metadata=run_metadata(config), body=body)
 
 
-def test_run_metadata_holds_nothing_of_the_servers_folders(config: Config) -> None:
-    metadata = run_metadata(config.model_copy(update={"output": "/secret/output"}))
-    assert "/secret" not in str(metadata)
-    assert config.model.path not in str(metadata)
-
-
-def test_the_backbone_is_loaded_once_over_many_rounds(config: Config, trainer: TrainerService) -> None:
-    config = config.model_copy(update={"federation": config.federation.model_copy(update={"rounds": 3})})
-    for round in range(1, 4):
-        reply = trainer.handle(train_request(config, round))
-        assert not reply.failure
-        assert reply.metadata["backbone_loads"] == 1
-    assert trainer.loads == 1
-
-
 def test_a_trained_round_comes_with_its_report(config: Config, trainer: TrainerService) -> None:
     reply = trainer.handle(train_request(config))
     report = ClientReport.from_json(reply.metadata)

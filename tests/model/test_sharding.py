@@ -117,7 +117,6 @@ def test_a_rank_without_work_runs_empty_passes(found, family):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("no_report")
 def test_a_run_under_torchrun_ends_as_in_one_process(found, tmp_path):
     """Four clients in cohorts of one on two ranks, changes to the backbone, and every client's own model scored."""
     folder = found[0]["folder"]

@@ -19,13 +19,11 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def run(run_folder: Path) -> Run:
-    """The same, read."""
     return load_run(run_folder)
 
 
 @pytest.fixture(scope="session")
 def run_page(run_folder: Path) -> Path:
-    """Its report."""
     return write_report(run_folder)
 
 
@@ -38,13 +36,11 @@ def personal_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def personal_run(personal_folder: Path) -> Run:
-    """The same, read."""
     return load_run(personal_folder)
 
 
 @pytest.fixture(scope="session")
 def personal_page(personal_folder: Path) -> Path:
-    """Its report."""
     return write_report(personal_folder)
 
 
@@ -69,12 +65,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
 
 @pytest.fixture(scope="session")
 def comparison_page(folders: dict[str, list[Path]], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Their comparison."""
     output = tmp_path_factory.mktemp("pages") / "out"
     return write_comparison(folders, output, reference="fedit-ranks", title="Ranks & experts")
 
 
 @pytest.fixture(scope="session")
 def runs(folders: dict[str, list[Path]]) -> dict[str, list[Run]]:
-    """The same, read."""
     return {label: [load_run(folder) for folder in members] for label, members in folders.items()}

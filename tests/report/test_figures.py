@@ -138,7 +138,6 @@ def test_names_of_points_do_not_lie_over_each_other(scatter_figure: str) -> None
 
 
 def width_of(svg: str) -> float:
-    """Returns a figure's width in pixels."""
     return float(re.search(r'style="width: (\d+)px"', svg)[1])  # type: ignore[index]
 
 

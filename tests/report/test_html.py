@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from markupsafe import Markup
 
 import fedguild
 from fedguild.config import ShippedTable
@@ -15,8 +14,7 @@ from fedguild.core.errors import CheckpointError
 from fedguild.measuring.log.folder import load_run
 from fedguild.measuring.log.records import EvaluationRecord, ObservationRecord, RunLog
 from fedguild.measuring.scores.statistics import half_width, spread
-from fedguild.report import html
-from fedguild.report.html import run_figures, write_comparison, write_report
+from fedguild.report.html import write_comparison, write_report
 from fedguild.report.tables import run_table
 from fedguild.runs.api.launch import Launch
 from fedguild.runs.api.run_grid import RunGrid
@@ -124,17 +122,6 @@ def test_the_page_of_a_comparison(comparison_page: Path) -> None:
     assert page.count('<div class="on-narrow"><svg') == 4
 
 
-def test_a_comparison_with_an_unequal_set_of_seeds_says_so(
-    folders: dict[str, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(html, "_both", lambda draw: Markup("<svg></svg>"))  # it is about the words
-    fewer = {"flame": folders["flame"], "fedit-ranks": folders["fedit-ranks"][:2]}
-    page = write_comparison(fewer, tmp_path).read_text()
-    assert "Read with care" in page
-    assert "different seeds" in page
-    assert "<title>flame and fedit-ranks" in page
-
-
 TABLE = {
     "preset": "flame/tiny-tasks",
     "reference": "flame",
@@ -218,13 +205,6 @@ def test_the_figures_of_a_page_follow_its_colours(run_page: Path) -> None:
         assert f"{name}: #" in light
     for name in (name for name in used if name.startswith("--c-")):
         assert f"{name}: #" in dark
-
-
-def test_the_figures_beside_a_page_have_colours_of_their_own(run_folder: Path) -> None:
-    for svg in run_figures(load_run(run_folder)).values():
-        assert svg.startswith("<svg")
-        assert svg.count("<svg") == 1
-        assert "var(" not in svg
 
 
 def test_the_values_of_figures_are_tables_too(run_folder: Path, run_page: Path) -> None:

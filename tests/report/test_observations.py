@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -12,8 +11,8 @@ from fedguild.core.errors import ConfigError
 from fedguild.measuring.log.folder import Run
 from fedguild.measuring.log.records import ObservationRecord
 from fedguild.report.observation_figures import observation_figure, split_labels
-from fedguild.report.observations import Series, entry_over_seeds, observation_grid, observed, stability_grids
-from fedguild.report.style import FULL_WIDTH, NARROW_WIDTH, ON_DARK, ON_LIGHT
+from fedguild.report.observations import Series, entry_over_seeds, observation_grid, observed
+from fedguild.report.style import FULL_WIDTH, NARROW_WIDTH
 from tests.report.test_figures import SVG, texts
 
 
@@ -52,20 +51,6 @@ def test_one_row_in_a_round_is_followed_over_the_rounds() -> None:
     svg = observation_figure(held, "k")
     assert {"round", "1", "2", "3", "expert", "0"} <= set(texts(svg))
     assert "of 3 rows and 3 columns" in svg
-
-
-def test_a_small_heat_map_has_its_values_in_colours_that_a_dark_page_leaves() -> None:
-    names = ["least", "largest"]
-    few = observation_figure(series([[0.125, 0.5], [math.nan, 0.5]], rows=["a", "b"], columns=names), "k")
-    written = [text for text in texts(few) if text in ("0.125", "0.5", "nan")]
-    assert written.count("0.125") == 1
-    assert written.count("0.5") >= 2
-    assert "nan" not in written
-    light, dark = (few.count(colour) for colour in (ON_LIGHT, ON_DARK))
-    assert (light, dark) == (1, 2)
-    many = observation_figure(series([[0.125] * 2] * 31, rows=[f"row {n}" for n in range(31)], columns=names), "k")
-    assert ON_LIGHT not in many
-    assert ON_DARK not in many
 
 
 @pytest.mark.parametrize("width", [FULL_WIDTH, NARROW_WIDTH])
@@ -140,17 +125,6 @@ def test_the_last_rounds_that_all_seeds_have(run: Run) -> None:
     assert grid.title == "experts held: v_proj, client 1"
     assert [cell.text for cell in grid.header] == ["Seed", "round 4", "round 5", "round 6"]
     assert [[cell.text for cell in row] for row in grid.rows] == [["0", "15", "16", "17"], ["1", "115", "116", "117"]]
-
-
-def test_counts_of_several_seeds_are_tables_of_the_comparison(run: Run) -> None:
-    runs = of_two_seeds(run)
-    counted = [
-        dataclasses.replace(one, observations=[r.model_copy(update={"unit": "experts"}) for r in one.observations])
-        for one in runs
-    ]
-    (grid,) = stability_grids({"fedamole": counted, "of one seed": counted[:1], "without a unit": runs})
-    assert grid.title == "fedamole: experts held: q_proj, client 0"
-    assert [cell.text for cell in grid.rows[1]] == ["1", "102", "103", "104", "105", "106"]
 
 
 @pytest.mark.parametrize(

@@ -35,20 +35,6 @@ def test_the_run_table_holds_the_last_round(run: Run) -> None:
     assert table.rows[3].cost.training_flops == pytest.approx(flops)
 
 
-def test_a_mean_over_clients_has_its_recorded_deviation_or_ours(run: Run) -> None:
-    """Scores of 0.12 + 0.5 to 0.57 in steps of 0.01; a record from before deviations were written has none."""
-    assert run_table(run).deviations == {"mtal": pytest.approx(0.0244949, abs=1e-6)}
-    old = run.evaluations[-1].model_copy(update={"scope": "summary", "name": "mtal", "score": 0.125, "metrics": {}})
-    recorded = old.model_copy(update={"metrics": {"deviation": 0.5}})
-    for summary, deviation in ((old, pytest.approx(0.0244949, abs=1e-6)), (recorded, 0.5)):
-        table = run_table(dataclasses.replace(run, evaluations=[*run.evaluations, summary]))
-        assert table.deviations == {"mtal": deviation}
-    one = [e for e in run.evaluations if e.scope != "client" or e.name == "client-000"]
-    table = run_table(dataclasses.replace(run, evaluations=one))
-    assert (table.deviations, table.grid().rows[-1][3].text) == ({}, "0.620")
-    assert "±" not in table.grid().title
-
-
 def test_a_run_that_scores_clients_only_has_no_budgets(run: Run) -> None:
     own = dataclasses.replace(run, evaluations=[e for e in run.evaluations if e.scope == "client"])
     table = run_table(own)
@@ -98,20 +84,6 @@ def test_own_models_and_those_received_next_stand_side_by_side(personal_run: Run
         "trained": None,
         "received": pytest.approx(0.54),
     }
-
-
-def test_as_trained_and_as_received_stand_side_by_side(personal_run: Run) -> None:
-    """The fixture's own models, read as the models as trained: the same figures under the other names."""
-    own = [e for e in personal_run.evaluations if e.scope == "client"]
-    trained = [e.model_copy(update={"scope": "trained"}) for e in own]
-    received = [e for e in personal_run.evaluations if e.scope == "received"]
-    run = dataclasses.replace(personal_run, evaluations=[*trained, *received])
-    table = run_table(run)
-    assert (table.mtal, table.trained) == (None, pytest.approx(0.655))
-    assert table.clients_before == pytest.approx(0.535)
-    assert [cell.text for cell in table.grid().header][3:] == ["Before", "As trained", "As received"]
-    assert [cell.text for cell in table.grid().rows[2]] == ["client-002", "b3", "–", "0.520", "0.640", "0.540"]
-    assert [cell.text for cell in table.grid().rows[-1]][4:] == ["0.655 ± 0.024", "0.555 ± 0.024"]
 
 
 def test_the_table_prints_the_same_numbers_everywhere(run: Run) -> None:

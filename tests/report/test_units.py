@@ -26,12 +26,6 @@ def test_three_digits_and_a_prefix(value: float | None, text: str) -> None:
     assert units.byte_count(value) == text
 
 
-def test_flops_carry_their_unit_only_where_asked() -> None:
-    assert units.flops(2.914e12) == "2.91 TFLOP"
-    assert units.si(2.914e12) == "2.91 T"
-    assert units.si(3) == "3"
-
-
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [

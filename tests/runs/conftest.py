@@ -1,4 +1,4 @@
-"""A random model on disk, the command, and runs that end without drawing their report."""
+"""A random model on disk, and the command."""
 
 from __future__ import annotations
 
@@ -31,26 +31,12 @@ def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recorded(olmoe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run of `small_config`, to compare others with and to damage copies of."""
     folder = tmp_path_factory.mktemp("recorded") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
-        experiment.run(small_config(olmoe_folder), folder)
+    experiment.run(small_config(olmoe_folder), folder)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def _plain_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Writes an empty page instead of the figures, which tests/report and tests/cli look at."""
-
-    def write(folder: Path) -> Path:
-        (folder / "report.html").touch()
-        return folder / "report.html"
-
-    monkeypatch.setattr("fedguild.runs.experiment.write_report", write)
 
 
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Command:
-    """Calls `fedguild ARGUMENTS...` in an empty folder."""
     monkeypatch.chdir(tmp_path)
     return lambda *arguments: CliRunner().invoke(app, [str(argument) for argument in arguments])
 

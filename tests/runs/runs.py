@@ -52,7 +52,6 @@ def small_config(model: Path, *overrides: str, base: str = "flame/tiny-tasks") -
 
 
 def small_settings(model: Path, *overrides: str) -> list[str]:
-    """Returns the same as the command line takes it."""
     return [f"model.path={model}", "model.dtype=float32", "model.device=cpu", *SETTINGS, *overrides]
 
 
@@ -89,7 +88,6 @@ class Ended:
 
 
 def ended(folder: Path) -> Ended:
-    """Reads a finished run."""
     config = load_config(str(folder / "config.yaml"))
     saved = checkpoint.load(folder / CHECKPOINTS, config.federation.rounds, fingerprint=config.fingerprint())
     memory = {str(path.relative_to(folder)): path.read_bytes() for path in sorted((folder / MEMORY).rglob("*.memory"))}
@@ -97,7 +95,6 @@ def ended(folder: Path) -> Ended:
 
 
 def assert_same(found: Ended, expected: Ended) -> None:
-    """Asserts that two runs agree in every record and every bit."""
     assert found.records == expected.records
     assert found.state.scalars == expected.state.scalars
     assert found.state.tensors.keys() == expected.state.tensors.keys()

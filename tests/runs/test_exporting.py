@@ -10,14 +10,46 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fedguild.config import Config
 from fedguild.core.errors import CheckpointError, ConfigError, FedGuildError, ModelError
 from fedguild.runs import experiment
 from fedguild.runs import exporting as run
 from fedguild.runs.exporting import Form, Subject, export
 from fedguild.server.method import Deployment
-from tests.export.conftest import assert_same_logits, plain_logits, slot_logits
+from tests.backbones import tiny_model
+from tests.export.conftest import BUDGETS, assert_same_logits, plain_logits, slot_logits
+from tools.tiny.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+
+
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Finished runs of two clients and two rounds, on a model and tokenizer in a folder."""
+    base = tmp_path_factory.mktemp("olmoe")
+    tokenizer = train_tokenizer(["Name a colour.", "red green blue", "3 + 4 = 7"])
+    tiny_model(vocab_size=len(tokenizer)).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    folders = {}
+    for label, method in {
+        "flame": {"name": "flame", "rank": 3},
+        "ranks": {"name": "fedit", "rank": 3, "rank_by_budget": True, "targets": ["attention", "router", "experts"]},
+        "personal": {"name": "fedit", "rank": 2, "personal": True},
+    }.items():
+        folders[label] = tmp_path_factory.mktemp(label)
+        config = Config.model_validate(
+            {
+                "name": label,
+                "method": method,
+                "model": {"path": str(base), "device": "cpu"},
+                "data": {"options": {"train_examples": 40, "families": ["sum"]}, "partition": {"minimum": 4}},
+                "federation": {"clients": 2, "rounds": 2, "budgets": BUDGETS},
+                "training": {"steps": 2, "learning_rate": 0.05, "batch_size": 2},
+                "evaluation": {"every": 2, "max_examples": 1, "max_new_tokens": 1},
+            }
+        )
+        experiment.run(config, folders[label])
+    return folders
 
 
 def ours(folder: Path, budget: str, active: int, round: int | None = None) -> torch.Tensor:
@@ -156,16 +188,6 @@ def test_a_part_beside_the_weights_without_code_has_no_form(
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_global_model_a_client_is_pointed_to(
-    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    restored = experiment.restore(runs["flame"])
-    monkeypatch.setattr(restored[0].method, "deploy", lambda *_: None)
-    monkeypatch.setattr(run, "restore", lambda *_: restored)
-    with pytest.raises(ConfigError, match=r"every client has its own model(.|\n)*--client client-000"):
-        export(runs["flame"], Subject("small"), tmp_path / "out")
-
-
 @pytest.mark.parametrize("named", [{}, {"budget": "small", "client": "client-000"}])
 def test_a_subject_is_one_model(named: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="either --budget or --client"):
@@ -189,11 +211,3 @@ def test_bad_input_is_named_and_nothing_is_written(form: Form, runs: dict[str, P
     with pytest.raises(FedGuildError, match=r"out already exists\.\nChoose a folder that is new or empty"):
         export(runs["flame"], Subject("small"), output, form)
     assert [path.name for path in output.iterdir()] == ["mine.txt"]
-
-
-def test_a_budget_is_checked_before_the_model_is_loaded(
-    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run, "restore", lambda *_: pytest.fail("the model was loaded"))
-    with pytest.raises(ConfigError, match="no budget 'tiny'"):
-        export(runs["flame"], Subject("tiny"), tmp_path / "out", "merged")

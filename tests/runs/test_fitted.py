@@ -18,7 +18,6 @@ ONE_ROUND = ("federation.rounds=1", "training.steps=1", "evaluation.max_examples
 
 
 def recorded(folder: Path) -> dict[str, object]:
-    """Returns what a run wrote down of its method."""
     record: dict[str, object] = json.loads((folder / "method.json").read_text())
     return record
 

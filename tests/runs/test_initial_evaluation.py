@@ -47,9 +47,7 @@ def config(olmoe_folder: Path) -> Config:
 @pytest.fixture(scope="module")
 def uninterrupted(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
-        experiment.run(config, folder)
+    experiment.run(config, folder)
     assert scored_rounds(folder) == [2]
     return ended(folder)
 

@@ -17,13 +17,7 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "olmoe")
 
 
-@pytest.fixture(autouse=True)
-def _plain_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
-
-
 def scores(folder: Path, scope: str) -> dict[str, EvaluationRecord]:
-    """Returns the last round's evaluations of a scope, by name."""
     records = [record for record in RunLog(folder).read() if isinstance(record, EvaluationRecord)]
     return {record.name: record for record in records if (record.round, record.scope) == (1, scope)}
 

@@ -40,6 +40,8 @@ ONE_STEP = [
 GENERATED = "data.options={train_examples: 500, test_examples: 20}"
 ROWS, FEWER = 900, 300
 """Rows of a corpus that many clients share, and of another."""
+OF_EACH_KIND = ("ag_news", "commonsense", "dolly", "fedllm_bench-aya")
+"""Data sets whose answers are chosen, generated, both, and whose records have an owner."""
 CATEGORIES = ("open_qa", "closed_qa", "brainstorming", "summarization")
 CLASSES = ("entailment", "neutral", "contradiction")
 VERBS = ("Write", "Name", "Sort", "Count", "Explain")
@@ -162,7 +164,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def has_no_global_model(config: Config) -> bool:
-    """Whether every client of a config has a model of its own, and nobody a global one."""
     model = describe_config(config.model.path)
     method = fitted(build_method(config.method.name, config.method.options), config, model)
     tiers = list(budgets_of(config, model).values())
@@ -172,7 +173,6 @@ def has_no_global_model(config: Config) -> bool:
 
 
 def on_a_small_model(name: str, models: dict[str, Path]) -> list[str]:
-    """Returns the overrides that give a preset on a real model a small one of its architecture, and a cheaper step."""
     config = load_config(name)
     cheaper = CHEAPER.get(config.method.name, [])
     if config.model.path in PACKAGED:
@@ -181,13 +181,15 @@ def on_a_small_model(name: str, models: dict[str, Path]) -> list[str]:
     return [f"model.path={small}", "model.device=cpu", "model.load_in_4bit=false", "model.dtype=float32", *cheaper]
 
 
+@pytest.mark.parametrize("setups", ["on the embedded model", pytest.param("on every model", marks=pytest.mark.long)])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_method_fits_every_model_that_it_is_offered_on(method: str, models: dict[str, Path]) -> None:
+def test_a_method_fits_every_model_that_it_is_offered_on(method: str, setups: str, models: dict[str, Path]) -> None:
     """Under every setup that it has there."""
     seen = set()
     for preset in presets():
-        if preset.method.name == method and (preset.model.name, preset.setup.name) not in seen:
-            seen.add((preset.model.name, preset.setup.name))
+        place = (preset.model.name, preset.setup.name if preset.model.name == "tiny" or "every" in setups else "")
+        if preset.method.name == method and place not in seen:
+            seen.add(place)
             check_config(load_config(preset.name, on_a_small_model(preset.name, models)))
 
 
@@ -222,7 +224,10 @@ def test_a_model_runs_a_step(model: str, data: dict[str, list[str]], models: dic
     run_a_step(f"fedit/{model}-tasks", data, models, tmp_path)
 
 
-@pytest.mark.parametrize("corpus", [corpus for corpus in AXES.data if corpus != "tasks"])
+@pytest.mark.parametrize(
+    "corpus",
+    [corpus if corpus in OF_EACH_KIND else pytest.param(corpus, marks=pytest.mark.long) for corpus in AXES.data],
+)
 def test_a_data_set_runs_a_step(
     corpus: str, data: dict[str, list[str]], models: dict[str, Path], tmp_path: Path
 ) -> None:

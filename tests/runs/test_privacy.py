@@ -173,12 +173,6 @@ def test_secret_sampling_charges_everybody(olmoe_folder: Path, tmp_path: Path) -
     assert spent(tmp_path)[-1].epsilon == [epsilon([Release(3.0, 2, drawn=1, drawn_from=3)], 1e-5)] * 3
 
 
-def test_a_budget_below_the_first_round_is_said(olmoe_folder: Path, tmp_path: Path) -> None:
-    config = private_config(olmoe_folder, *LOCAL, "privacy.noise_multiplier=0.5", "privacy.max_epsilon=0.1")
-    with pytest.raises(ConfigError, match="reaches for the first round"):
-        experiment.run(config, tmp_path)
-
-
 @pytest.mark.parametrize(
     ("overrides", "base", "message"),
     [
@@ -227,12 +221,3 @@ def test_what_no_account_would_hold_is_refused_before_anything_loads(
 def test_settings_that_contradict_each_other_are_refused(privacy: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config("fedit/tiny-tasks", [f"privacy.{key}={value}" for key, value in privacy.items()])
-
-
-def test_runs_without_privacy_keep_their_fingerprint() -> None:
-    plain = load_config("fedit/tiny-tasks")
-    assert plain.fingerprint() == load_config("fedit/tiny-tasks", ["privacy.unit=none"]).fingerprint()
-    noisy = load_config("fedit/tiny-tasks", ["privacy.unit=client", "privacy.noise_multiplier=1"])
-    assert noisy.fingerprint() != plain.fingerprint()
-    before = "7e45b7f5fb7e9b48aee26ef665e3bacb5294bae73f579a00376c32515a03adab"  # before there was any
-    assert plain.fingerprint() == before

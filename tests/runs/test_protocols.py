@@ -20,11 +20,6 @@ def olmoe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(tmp_path_factory.mktemp("model") / "olmoe")
 
 
-@pytest.fixture(autouse=True)
-def _plain_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
-
-
 def scores(folder: Path, scope: str, round: int) -> dict[str, EvaluationRecord]:
     """The evaluations of a scope after a round, by name."""
     records = [record for record in RunLog(folder).read() if isinstance(record, EvaluationRecord)]

@@ -60,9 +60,7 @@ def config(request: pytest.FixtureRequest, olmoe_folder: Path) -> Config:
 def finished(config: Config, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     """A run that nothing interrupts."""
     folder = tmp_path_factory.mktemp("uninterrupted") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
-        return experiment.run(config, folder)
+    return experiment.run(config, folder)
 
 
 @pytest.fixture
@@ -129,6 +127,7 @@ def test_what_the_clients_kept_is_part_of_the_run(config: Config, uninterrupted:
 
 def test_resuming_a_finished_run_changes_nothing(finished: RunResult, tmp_path: Path) -> None:
     folder = shutil.copytree(finished.folder, tmp_path / "run")
+    (folder / "report.html").unlink()
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, "fedguild.client.cohort.Cohort.steps", 1)

@@ -47,14 +47,6 @@ def test_no_client_and_zero_weights_keep_the_fallback_bit_by_bit():
     assert found.data_ptr() != fallback.data_ptr()
 
 
-def test_a_client_of_weight_zero_changes_nothing():
-    values = [seeded(4, seed=c) for c in range(3)]
-    without = mean_of(values[:2], [2.0, 3.0], torch.zeros(4))
-    for order in ([0, 1, 2], [2, 0, 1], [0, 2, 1]):
-        weights = [[2.0, 3.0, 0.0][c] for c in order]
-        assert torch.equal(mean_of([values[c] for c in order], weights, torch.zeros(4)), without)
-
-
 @pytest.mark.parametrize("scale", [1e-60, 1e-30, 1e30, 1e60])
 def test_the_scale_of_the_weights_cancels(scale):
     values = [seeded(8, seed=c) for c in range(4)]
@@ -112,23 +104,6 @@ def test_truncation_keeps_the_first_rows_and_columns(rank):
     assert torch.equal(found["experts.up_proj.lora_A"], tensors["experts.up_proj.lora_A"][:, :rank])
     assert torch.equal(found["experts.up_proj.lora_B"], tensors["experts.up_proj.lora_B"][:, :, :rank])
     assert found["block.output_scale"] is tensors["block.output_scale"]
-
-
-def test_padding_adds_zeros_and_marks_the_holders():
-    tensors = adapter(2, seed=0)
-    padded, held = pad_rank(tensors, 3)
-    assert {name: tuple(value.shape) for name, value in padded.items()} == {
-        name: tuple(value.shape) for name, value in adapter(3, 0).items()
-    }
-    assert padded["q.lora_A"][2].tolist() == [0.0] * 5
-    assert padded["q.lora_B"][:, 2].tolist() == [0.0] * 4
-    assert held["q.lora_A"].tolist() == [[1.0], [1.0], [0.0]]
-    assert held["q.lora_B"].tolist() == [[1.0, 1.0, 0.0]]
-    assert held["experts.up_proj.lora_A"].shape == (1, 3, 1)
-    assert held["experts.up_proj.lora_B"].shape == (1, 1, 3)
-    assert held["block.output_scale"].tolist() == 1.0
-    for name, tensor in truncate_rank(padded, 2).items():
-        assert torch.equal(tensor, tensors[name])
 
 
 def test_ranks_that_do_not_fit_are_refused():

@@ -76,14 +76,6 @@ def test_another_runs_checkpoint_is_refused_naming_both(tmp_path):
         checkpoint.load(tmp_path, 1, fingerprint="run-b")
 
 
-def test_a_missing_round_lists_those_held(tmp_path):
-    save(tmp_path, 1)
-    save(tmp_path, 2)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of round 5") as caught:
-        load(tmp_path, 5)
-    assert caught.value.hint == "Rounds it holds: 1, 2."
-
-
 def flip_a_bit(content: bytes) -> bytes:
     return content[:-1] + bytes([content[-1] ^ 1])
 
@@ -130,15 +122,6 @@ def test_a_full_disk_leaves_the_previous_round(tmp_path, monkeypatch, call):
     assert torch.equal(load(tmp_path, 1).state.tensors["q.lora_A"], state(1).tensors["q.lora_A"])
     save(tmp_path, 2)
     assert checkpoint.latest(tmp_path) == 2
-
-
-def test_what_a_killed_process_left_is_ignored_and_removed(tmp_path):
-    save(tmp_path, 1)
-    leftover = tmp_path / ".round-00002.checkpoint.x.part"
-    leftover.write_bytes(b"half")
-    assert checkpoint.latest(tmp_path) == 1
-    save(tmp_path, 2)
-    assert not leftover.exists()
 
 
 def history_of(rounds: int) -> Payload:

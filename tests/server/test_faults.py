@@ -172,15 +172,6 @@ def test_a_client_that_fails_once_is_asked_again_and_nothing_is_lost(play, metho
     assert moved(outcome, state) == pytest.approx(3.5, abs=1e-5)
 
 
-def test_every_attempt_costs_its_download_and_its_upload(play):
-    once, again = play(Scripted()), play(Scripted({1: "nan", 2: GONE}), retries=1)
-    assert again.traffic[0] == once.traffic[0]
-    assert again.traffic[1].download_bytes == 2 * once.traffic[1].download_bytes
-    assert again.traffic[1].upload_bytes == 2 * once.traffic[1].upload_bytes
-    assert again.traffic[2].download_bytes == 2 * once.traffic[2].download_bytes
-    assert again.traffic[2].upload_bytes == once.traffic[2].upload_bytes
-
-
 def test_before_central_noise_an_upload_that_is_not_finite_counts_as_nothing_and_is_not_told(play, state):
     """The others change every value by 1, 3, 4, 5 and 6."""
     quiet = PrivateMean(clip=1e6, noise_multiplier=1e-14, noise=Noise(b"key"))
@@ -241,15 +232,6 @@ def test_the_quorum_is_of_the_wanted_not_of_the_asked(play):
     assert len(five.accepted) == 3
     with pytest.raises(QuorumError, match="2 of 3 clients"):
         play(Scripted(dict.fromkeys(range(4), GONE)), client_fraction=0.5, over_selection=1.0, quorum=1.0)
-
-
-def test_a_retry_of_an_over_selected_round_asks_for_what_is_missing(play, method):
-    engine = Scripted({1: "nan"}, speed=[0, 1, 2, 3, 4, 5])
-    engine.script = ({0: GONE, 1: GONE, 2: GONE, 3: GONE},)
-    outcome = play(engine, client_fraction=0.5, over_selection=1.0, retries=1)
-    assert engine.asked[1] == ([0, 1, 2, 3], Wait(None, 1))
-    assert outcome.accepted == [0, 4, 5]
-    everybody_is_accounted_for(outcome)
 
 
 def test_an_engine_that_delivers_more_than_enough_adds_nothing(play, method, monkeypatch):
@@ -345,10 +327,3 @@ def test_an_upload_of_somebody_who_was_not_asked_is_dropped(play, method, model,
     ]
     assert absent not in outcome.accepted
     everybody_is_accounted_for(outcome)
-
-
-def test_an_upload_beyond_the_size_limit_is_rejected(play):
-    sizes = [play(Scripted()).traffic[index].upload_bytes for index in range(6)]
-    assert play(Scripted(), upload_limit_bytes=max(sizes)).rejected == {}
-    with pytest.raises(QuorumError, match=f"the upload has {sizes[0]} bytes, beyond the limit of {sizes[0] - 1}"):
-        play(Scripted(), upload_limit_bytes=sizes[0] - 1)

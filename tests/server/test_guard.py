@@ -44,7 +44,6 @@ def method(kind: type[FedProx] = FedProx) -> FedProx:
 
 
 def uploads(*values: Tensor, examples: Sequence[int] = EXAMPLES) -> list[tuple[Upload, Payload]]:
-    """Returns the uploads of clients 0, 1, ..., each with the download that it answers."""
     clients = [ClientInfo(index, Budget("all", 0, 2), examples[index]) for index in range(len(values))]
     return [
         (Upload(3, client, Payload({"adapter/x": value})), STATE) for client, value in zip(clients, values, strict=True)

@@ -11,10 +11,8 @@ from fedguild.server.low_rank import (
     Factors,
     by_module,
     decompose,
-    named,
     stack,
     truncate,
-    weighted_product,
 )
 from tests.oracles.low_rank import best_approximation, dense_product, dense_sum, frobenius
 
@@ -130,29 +128,7 @@ def test_a_product_that_cancels_has_no_negative_square() -> None:
     assert ((found >= 0) & (found < 1e-1)).all()
 
 
-def test_by_module_and_back() -> None:
-    tensors = {
-        "layers.0.q_proj.lora_A": torch.zeros(2, 5),
-        "layers.0.experts.up_proj.lora_B": torch.zeros(3, 6, 2),
-        "layers.0.q_proj.lora_B": torch.zeros(4, 2),
-        "layers.0.experts.up_proj.lora_A": torch.zeros(3, 2, 7),
-    }
-    modules = by_module({**tensors, "layers.0.output_scale": torch.ones(())})
-    assert modules.keys() == {"layers.0.q_proj", "layers.0.experts.up_proj"}
-    back = named(modules)
-    assert back.keys() == tensors.keys()
-    assert all(back[name] is value for name, value in tensors.items())
-
-
 # bad input
-
-
-def test_clients_of_different_modules_or_none() -> None:
-    first, second = (named({module: random_factors((), 4, 3, 2, 0)}) for module in ("q_proj", "k_proj"))
-    with pytest.raises(ValueError, match="different modules"):
-        list(weighted_product([(first, 1.0), (second, 1.0)]))
-    with pytest.raises(ValueError, match="no client"):
-        list(weighted_product([]))
 
 
 def test_factors_that_make_no_product() -> None:

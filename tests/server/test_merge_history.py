@@ -72,17 +72,6 @@ def test_without_ranks_there_is_no_new_version() -> None:
         assert sent(same, 0) == [1]
 
 
-def test_the_digest_tells_histories_apart() -> None:
-    def digest_of(*values: float) -> object:
-        state = no_merges()
-        for value in values:
-            state = appended(state, change(value), uploads(state, 0))
-        return state.scalars["merge_digest"]
-
-    assert digest_of(1.0, 2.0) == digest_of(1.0, 2.0)
-    assert len({digest_of(1.0), digest_of(1.0, 2.0), digest_of(2.0, 1.0), digest_of(1.0, 2.5)}) == 4
-
-
 def disk(folder: Path) -> tuple[int, int]:
     """The number of files below a folder, and their bytes."""
     sizes = [path.stat().st_size for path in folder.rglob("*") if path.is_file()]

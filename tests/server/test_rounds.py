@@ -24,7 +24,6 @@ from fedguild.server.guard import Guard
 from fedguild.server.method import Method
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round
-from fedguild.server.sampling import sample
 
 CLIENTS = [ClientInfo(index, Budget("all", 4, 2), examples=10) for index in range(4)]
 ASK_ALL = FederationSettings()
@@ -120,12 +119,6 @@ def test_a_round_averages_what_every_client_sent(method, state, model):
     assert outcome.frequencies().keys() == {1, 2, 3}
 
 
-def test_activations_of_a_rejected_upload_are_not_recorded(method, state, model):
-    outcome = play(method, state, model, Scripted({2: with_nan}))
-    assert outcome.accepted == [0, 1, 3]
-    assert outcome.frequencies().keys() == {1, 3}
-
-
 def test_an_upload_that_the_guard_leaves_out_is_not_diagnosed(method, state, model, tmp_path):
     """The others' changes are alike in direction, 1, 2 and 3: (1 + 4 + 9) / 3 over 2^2."""
     five = [*CLIENTS, ClientInfo(4, CLIENTS[0].budget, examples=10)]
@@ -169,18 +162,6 @@ def test_what_is_no_valid_upload_is_left_out_and_recorded(method, state, model, 
     assert [delivery.task.client.index for delivery in outcome.deliveries] == [0, 1, 2, 3]
     assert outcome.traffic[1].download_bytes > 0
     assert (outcome.traffic[1].upload_bytes == 0) is (break_it is nothing)
-
-
-def test_only_the_sampled_clients_are_asked_and_counted(method, state, model):
-    rules = FederationSettings(client_fraction=0.5, quorum=1.0)
-    engine = Scripted()
-    outcome = play(method, state, model, engine, rules)
-    drawn = sample(5, CLIENTS, 0.5, seed=3)
-    assert outcome.asked == drawn
-    assert [task.client for task in engine.tasks] == drawn
-    assert {task.round for task in engine.tasks} == {5}
-    assert outcome.traffic.keys() == {client.index for client in drawn}
-    assert moved(outcome, state) == pytest.approx(sum(client.index + 1 for client in drawn) / 2, abs=1e-6)
 
 
 def test_the_server_holds_one_upload_at_a_time(method, state, model):

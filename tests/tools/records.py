@@ -8,6 +8,5 @@ from tools.records.cells import CellRecord
 
 
 def cell_record(row: str, seed: int, column: str, **changes: Any) -> CellRecord:
-    """Returns the record of a cell of the table `one/two` after round 4, of test scores."""
     of_run = {"fingerprint": "x", "fedguild": "0.3.0", "round": 4, "split": "test"}
     return CellRecord(**{"table": "one/two", "column": column, "row": row, "seed": seed, **of_run, **changes})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 import fedguild
-from fedguild.config import Config, load_config, table_cells, tables
+from fedguild.config import Config, table_cells, tables
 from fedguild.config.table import ShippedTable
 from fedguild.core.errors import DataError
 from fedguild.measuring.log.folder import load_run
@@ -29,6 +30,7 @@ from tools.records.cells import CellRecord, read_records, record_of
 from tools.records.remarks import CALLS, render_remark
 
 ROOT = Path(__file__).parents[2]
+write_small = partial(write_run, clients=4, layers=1)
 CONDITIONS = ROOT / "docs" / "methods" / "records" / "conditions.yaml"
 """What the records were run with beside their configs."""
 
@@ -259,33 +261,6 @@ def test_a_record_of_other_settings_is_found(tmp_path: Path, monkeypatch: pytest
         good.write(records)
 
 
-def test_a_column_may_have_settings_of_its_own_in_the_plan(tmp_path: Path) -> None:
-    """Its data, where the columns are of several corpora; they are recorded with its cells, and nowhere else."""
-    settings = {
-        "seeds": [0],
-        "settings": ["evaluation.every=4"],
-        "columns": {"dirichlet-5": ["data.train=$DATA/one.json"]},
-    }
-    plan = recording.Plan("flame/table-2-tiny", settings, tmp_path)
-    assert plan.needs_data()
-    by_column = {one.column: one for one in plan.cells()}
-    assert by_column["dirichlet-5"].overrides == ("data.train=$DATA/one.json", "evaluation.every=4")
-    assert by_column["dirichlet-0.5"].overrides == ("evaluation.every=4",)
-    assert by_column["dirichlet-5"].cell.config.data.train == str(tmp_path / "one.json")
-    assert by_column["dirichlet-0.5"].cell.config.data.train is None
-    for one in by_column.values():
-        assert one.cell.folder.parts[-3:-1] == (one.column, one.cell.config.name)
-        expected = load_config(
-            plan.cells_by_place[one.cell.config.name, one.column].preset,
-            [*one.overrides, "seed=0"],
-            between=plan.cells_by_place[one.cell.config.name, one.column].layers,
-        )
-        assert one.fingerprint == expected.fingerprint()
-    missing = {**settings, "columns": {"dirichlet-7": []}}
-    with pytest.raises(SystemExit, match="flame/table-2-tiny: the plan has settings of dirichlet-7, no column of it"):
-        recording.Plan("flame/table-2-tiny", missing).cells()
-
-
 LONGER = {
     "seeds": [0, 1],
     "longer": {"rounds-4": "rounds-16", "rounds-8": "rounds-16"},
@@ -312,7 +287,7 @@ def test_a_column_may_be_read_from_the_runs_of_a_longer_one(
         for cell in cells:
             if not cell.folder.exists():
                 completed.append(cell.folder)
-                write_run(cell.folder, name=cell.config.name, seed=cell.config.seed, rounds=16)
+                write_small(cell.folder, name=cell.config.name, seed=cell.config.seed, rounds=16)
 
     monkeypatch.setattr(Launch, "complete_cells", complete)
     monkeypatch.setattr(Cell, "state", lambda cell: "absent")
@@ -394,7 +369,7 @@ def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_plan
             float(value),
         )
         assert config.data.train == str(tmp_path / "data/train.json")
-        write_run(
+        write_small(
             candidate.cell.folder, name="flame", seed=100, final=dict.fromkeys(FLAME_FINAL, 0.3 + 10 * float(value))
         )
     plan.chosen("flame")
@@ -404,7 +379,7 @@ def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_plan
     }
     elsewhere = recording.Plan("flame/table-2-tiny", settings, tmp_path / "elsewhere")
     assert [cell.fingerprint for cell in elsewhere.cells()] == [cell.fingerprint for cell in plan.cells()]
-    write_run(plan.cells()[0].cell.folder, name="flame", seed=0)
+    write_small(plan.cells()[0].cell.folder, name="flame", seed=0)
     recorded = plan.cells()[0].record().read_text("utf-8")
     assert str(tmp_path) not in recorded
     assert "$DATA/train.json" in recorded
@@ -432,7 +407,7 @@ def test_a_choice_near_chance_is_refused(
         for place, one in enumerate([first, *plan.repeats("flame")[value]]):
             score = (0.35 if value == "4e-3" else 0.2) + spread * (place - 1)
             final = dict.fromkeys(FLAME_FINAL, score)
-            write_run(one.cell.folder, name="flame", seed=one.cell.config.seed, final=final)
+            write_small(one.cell.folder, name="flame", seed=one.cell.config.seed, final=final)
     once.chosen("flame")
     assert not plan.is_chosen("flame"), "the further seeds are missing"
     assert len(plan.untried("flame")) == 4
@@ -450,25 +425,3 @@ def test_a_choice_near_chance_is_refused(
     monkeypatch.setattr(recording.Planned, "record", lambda self: tmp_path / "recorded")
     recording.run(plan, 1, ["flame"])
     assert ("refused, its best value is within its spread" in capsys.readouterr().out) == refused
-
-
-def test_one_value_may_be_chosen_for_all_rows_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best in the mean over the rows, which need not be the best of any; before that no cell is planned."""
-    monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
-    monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
-    choose = {"setting": "training.learning_rate", "values": ["1e-3", "2e-3", "4e-3"], "seed": 100, "together": True}
-    settings = {"seeds": [0], "choose": {**choose, "column": "dirichlet-0.5"}}
-    plan = recording.Plan("flame/table-2-tiny", settings)
-    scores = {row: {"1e-3": 0.2, "2e-3": 0.5, "4e-3": 0.6} for row in plan.table.rows}
-    scores["flame"] = {"1e-3": 0.9, "2e-3": 0.8, "4e-3": 0.2}
-    for row, tried in scores.items():
-        assert plan.cells() == []
-        for value, candidate in plan.candidates(row).items():
-            final = dict.fromkeys(FLAME_FINAL, tried[value])
-            write_run(candidate.cell.folder, name="flame", seed=100, final=final)
-        plan.chosen(row)
-        assert plan.choice(row).together
-    assert {plan.choice(row).chosen for row in scores} == {"1e-3", "4e-3"}
-    cells = plan.cells()
-    assert {one.cell.config.name for one in cells} == scores.keys()
-    assert {one.cell.config.training.learning_rate for one in cells} == {2e-3}

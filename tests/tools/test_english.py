@@ -8,12 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, OlmoeForCausalLM
-from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
 from fedguild.core.errors import ModelError
 from fedguild.core.seeding import numpy_rng, torch_rng
@@ -24,7 +22,7 @@ from tools.english.build import STATE, Session, build
 from tools.english.card import _CARD, read_sources
 from tools.english.corpus import Corpus, load_corpus, read_documents
 from tools.english.experts import use_trainable_experts
-from tools.english.pretrain import Pretraining, Recipe, balance_loss
+from tools.english.pretrain import Pretraining, Recipe
 from tools.tiny.prose import paragraph
 
 SIZES = Sizes(vocabulary=320, layers=2, hidden=16, heads=2, experts=8, active=4, expert_width=8)
@@ -90,24 +88,6 @@ def test_one_document_in_200_is_held_out_and_never_trained_on(corpus: Corpus, fo
     assert corpus.held_out_characters == len(documents[0] + documents[200])
 
 
-def test_a_pass_has_every_row_once_and_the_next_has_other_ones(corpus: Corpus) -> None:
-    length = 24
-    per_pass = (len(corpus.train) - 1) // length
-    rows = corpus.rows(0, per_pass, length, seed=1)
-    assert rows.shape == (per_pass, length + 1)
-    left_out = len(corpus.train) - per_pass * length
-    counts = np.bincount(corpus.train, minlength=SIZES.vocabulary)
-    missing = counts - np.bincount(rows[:, :-1].flatten(), minlength=SIZES.vocabulary)
-    assert missing.min() >= 0
-    assert missing.sum() == left_out < length + 1
-    follows = {row[0] for row in rows} >= {row[-1] for row in rows[:5]}
-    assert follows, "The last token of a row is the first of another."
-    again = corpus.rows(per_pass - 2, 4, length, seed=1)
-    assert np.array_equal(again[:2], rows[-2:])
-    assert not np.array_equal(again[2:], rows[:2])
-    assert not np.array_equal(corpus.rows(0, 4, length, seed=2), rows[:4])
-
-
 # The model and its steps.
 
 
@@ -126,14 +106,6 @@ def test_the_experts_are_transformers_own_to_rounding(training: Pretraining, cor
     torch.testing.assert_close(ours, logits)
     for name, gradient in gradients.items():
         torch.testing.assert_close(our_gradients[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
-
-
-def test_the_balancing_loss_is_olmoes(training: Pretraining) -> None:
-    logits = torch.randn(50, 8, generator=torch_rng(0, "logits"))
-    expected = load_balancing_loss_func((logits,), 8, 4) / 4  # transformers leaves out the division by k
-    torch.testing.assert_close(balance_loss(logits, 4), expected)
-    even = torch.eye(8).repeat(2, 1)
-    torch.testing.assert_close(balance_loss(even, 1), torch.tensor(1.0))
 
 
 def test_the_shipped_card_says_what_the_build_writes() -> None:

@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from scipy import stats
 
 from fedguild.data import Example
 from fedguild.model.packaged import ENGLISH, PACKAGED
@@ -19,7 +17,6 @@ from tools.english.tasks import (
     START,
     TaskRecord,
     gain,
-    interval_over_questions,
     read_records,
     with_tasks,
 )
@@ -58,22 +55,6 @@ def test_an_answer_is_one_of_the_questions_own_choices() -> None:
 
 
 # Intervals.
-
-
-def test_the_interval_over_questions_is_that_of_a_mean_and_of_a_ratio() -> None:
-    rng = np.random.default_rng(0)
-    differences = rng.choice([-1.0, 0.0, 1.0], size=400, p=[0.1, 0.6, 0.3])
-    found = interval_over_questions(differences.tolist())
-    assert (found.low, found.high) == pytest.approx(
-        stats.norm.interval(0.95, differences.mean(), stats.sem(differences))
-    )
-    tokens = rng.integers(1, 30, size=400).astype(float)
-    nats = 0.5 * tokens + rng.normal(size=400) * np.sqrt(tokens)
-    ratio = interval_over_questions(nats.tolist(), tokens.tolist())
-    draws = [rng.integers(0, 400, size=400) for _ in range(4000)]
-    bootstrap = [nats[draw].sum() / tokens[draw].sum() for draw in draws]
-    assert ratio.mean == pytest.approx(nats.sum() / tokens.sum())
-    assert (ratio.low, ratio.high) == pytest.approx(np.quantile(bootstrap, [0.025, 0.975]), abs=0.01)
 
 
 def record(model: str, seed: int | None, right: list[float] | None = None, **changes: Any) -> TaskRecord:
@@ -154,7 +135,6 @@ def session(english_stand_in: Path, tmp_path: Path) -> Any:
     return finetune.Session(tmp_path / "data", output, output / "records", english_stand_in, "abc", effort)
 
 
-@pytest.mark.usefixtures("no_report")
 def test_a_set_is_measured_once(
     session: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

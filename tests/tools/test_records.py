@@ -24,9 +24,8 @@ from tools.records.cells import (
     read_records,
     record_of,
 )
-from tools.records.claims import by_perplexity, claims_markdown, verdict
+from tools.records.claims import claims_markdown, verdict
 from tools.records.pages import table_page
-from tools.records.summary import by_row
 
 TABLE = Table.model_validate(
     {
@@ -70,20 +69,6 @@ def records() -> list[CellRecord]:
 def cells_of(line: str) -> list[str]:
     """The cells of a row of a table, as text."""
     return [cell.strip() for cell in line.strip().strip("|").split("|")]
-
-
-NATS = {"ours": [(0.2, 0.4), (0.3, 0.6), (0.2, 0.7)], "theirs": [(0.5, 0.7), (0.5, 0.8), (0.6, 0.8)]}
-"""Row -> nats per token (b1, b4) of three seeds: theirs are 0.3, 0.2 and 0.4 higher at b1, 0.3, 0.2 and 0.1 at b4."""
-
-
-def with_nats(record: CellRecord, nats: dict[str, list[tuple[float, float]]]) -> CellRecord:
-    first, last = nats[record.row][record.seed]
-    return record.model_copy(update={"perplexity": {"b1": math.exp(first), "b4": math.exp(last)}})
-
-
-def perplexed() -> list[CellRecord]:
-    """The records with those nats per token."""
-    return [with_nats(record, NATS) for record in records()]
 
 
 def test_the_interval_is_students() -> None:
@@ -141,32 +126,6 @@ def test_the_page_by_hand() -> None:
         f"| ours leads at b4 |  | {undecided} | undecided | equal | 3 | − theirs: 0.000 ± 0.248 | 0.248 |",
         "| ours leads what was not run |  | **not recorded** | – | – | 0 | − unrun: – | – |",
     ]
-
-
-@pytest.mark.parametrize(
-    ("claim", "says"),
-    [
-        ({"higher": "ours", "lower": ["theirs"]}, "agrees"),
-        ({"higher": "theirs", "lower": ["ours"]}, "disagrees"),
-        ({"higher": "ours", "lower": ["theirs"], "score": "b1"}, "agrees"),
-        ({"higher": "ours", "lower": ["theirs"], "score": "b4"}, "undecided"),
-        ({"higher": "ours", "lower": ["theirs"], "score": "b1", "over": "b4"}, "agrees"),
-        ({"higher": "theirs", "lower": ["ours"], "score": "b4", "over": "b1"}, "disagrees"),
-        ({"higher": "ours", "lower": ["ours"], "score": "b1", "over": "b4"}, "undecided"),
-        ({"higher": "ours", "lower": ["theirs", "unrun"], "score": "b1"}, "agrees"),
-        ({"higher": "ours", "lower": ["theirs", "unrun"], "score": "b4"}, "disagrees"),
-        ({"higher": "unrun", "lower": ["theirs", "ours"], "score": "b4"}, "agrees"),
-        ({"higher": "ours", "lower": ["theirs", "unrun"]}, "undecided"),
-        ({"higher": "ours", "lower": ["theirs"], "score": "trained"}, "–"),
-    ],
-)
-def test_what_perplexity_says_of_a_claim(claim: dict[str, Any], says: str) -> None:
-    """Nats of unrun are 0.2, 0.3 and 0.4 above ours at b1, 0.11, 0.1 and 0.1 below at b4: 0.098 ± 0.130 in the mean."""
-    nats = {**NATS, "unrun": [(0.4, 0.29), (0.6, 0.5), (0.6, 0.6)]}
-    more = [*perplexed(), *(one.model_copy(update={"row": "unrun"}) for one in perplexed() if one.row == "ours")]
-    cells = by_row(TABLE, [with_nats(record, nats) for record in more])
-    claimed = TABLE.claims[0].model_validate({"says": "it leads", **claim})
-    assert by_perplexity(cells, claimed, claimed.score or TABLE.score) == says
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -230,22 +189,6 @@ def test_a_record_keeps_the_mean_of_each_column_of_a_figure_by_round(tmp_path: P
     }
 
 
-@pytest.mark.parametrize("perplexity", [math.inf, math.nan])
-def test_a_perplexity_that_is_not_finite_is_left_out(perplexity: float, tmp_path: Path) -> None:
-    """What is written can be read again."""
-    run = load_run(write_run(tmp_path / "flame"))
-    known = record_of(run, "t", "all", "r", "f").perplexity
-    budget = next(record for record in run.evaluations if record.scope == "budget" and record.round == run.last_round)
-    broken = [
-        one.model_copy(update={"metrics": {**one.metrics, "perplexity": perplexity}}) if one == budget else one
-        for one in run.evaluations
-    ]
-    found = record_of(replace(run, evaluations=broken), "t", "all", "r", "f")
-    assert found.perplexity == {name: value for name, value in known.items() if name != budget.name} != known
-    found.write(tmp_path / "records")
-    assert read_records(tmp_path / "records") == [found]
-
-
 def choice(tried: dict[str, list[float]], **more: Any) -> ChoiceRecord:
     """A choice of `theirs` by one seed or several."""
     first = {value: scores[0] for value, scores in tried.items()}
@@ -259,36 +202,3 @@ def choice(tried: dict[str, list[float]], **more: Any) -> ChoiceRecord:
 def test_the_best_value_is_the_best_in_the_mean_over_the_seeds() -> None:
     assert choice({"1e-3": [0.5], "3e-3": [0.4]}).chosen == "1e-3"
     assert choice({"1e-3": [0.5, 0.2, 0.2], "3e-3": [0.4, 0.4, 0.4]}).chosen == "3e-3"
-
-
-@pytest.mark.parametrize(
-    ("scores", "near"),
-    [
-        ([0.35, 0.25, 0.30], True),  # 0.05 above chance, with a deviation of 0.05
-        ([0.36, 0.26, 0.31], False),
-        ([0.25, 0.25, 0.25], True),
-        ([0.9], True),
-    ],
-)
-def test_a_choice_near_chance_is_one_whose_best_value_is_within_its_spread_of_it(
-    scores: list[float], near: bool
-) -> None:
-    tried = {"1e-3": [score - 0.1 for score in scores], "3e-3": scores}
-    assert choice(tried, chance=0.25).is_near_chance == near
-    assert not choice(tried).is_near_chance
-
-
-def test_a_row_chosen_near_chance_carries_no_verdict() -> None:
-    """It holds over `theirs` with three seeds; where their rate was chosen near chance there is no verdict."""
-    near = choice({"1e-3": [0.26, 0.24]}, chance=0.25)
-    far = choice({"1e-3": [0.46, 0.44]}, chance=0.25)
-    for made in (far, near):
-        page = table_page("one/two", "Two.", TABLE, records(), [made])
-        claims = [line for line in page.splitlines() if line.startswith("| ours leads |")]
-        assert len(claims) == 1
-        cells = cells_of(claims[0])
-        assert cells[2].startswith("**no verdict**" if made is near else "**holds**")
-        assert cells[-2].endswith(", chosen near chance: no verdict") == (made is near)
-    other = TABLE.model_copy(update={"claims": (TABLE.claims[0].model_copy(update={"lower": ("theirs", "unrun")}),)})
-    assert "**not recorded**" in claims_markdown(other, records(), ["theirs"]), "the rows that are left decide"
-    assert "**no verdict**" in claims_markdown(TABLE, records(), ["ours"])

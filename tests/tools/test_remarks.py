@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -55,26 +54,6 @@ def rendered(text: str, given: list[CellRecord] | None = None, **changes: Any) -
 @pytest.mark.parametrize(
     ("call", "written"),
     [
-        ("score('ours', 'short')", "0.600"),
-        ("score('ours', 'long')", "0.550"),
-        ("score('theirs', 'short', 'b4')", "0.300"),
-        ("score('more', 'short')", "0.900"),
-        ("score('more', 'short', 'mean', digits=1)", "0.7"),
-        ("score(['ours', 'theirs'], 'short')", "0.500 to 0.600"),
-        ("score('ours', ['short', 'long'], ['mean', 'b4'])", "0.400 to 0.600"),
-        ("score(['ours', 'theirs'], 'short') | min", "0.500"),
-        ("score(['ours', 'theirs'], 'short') | max", "0.600"),
-        ("score('ours', ['short', 'long'], digits=0)", "1"),
-    ],
-)
-def test_a_score_is_the_mean_over_the_seeds(call: str, written: str) -> None:
-    """By default the row's own, with three decimals; of several the ends, once where they read alike."""
-    assert rendered(f"{{{{ {call} }}}}") == written
-
-
-@pytest.mark.parametrize(
-    ("call", "written"),
-    [
         ("gain('ours', 'theirs', 'short')", "0.100 ± 0.124"),
         ("gain('theirs', 'ours', 'short')", "−0.100 ± 0.124"),
         ("gain('ours', 'theirs', 'short', 'b4')", "0.100 ± 0.248"),
@@ -98,70 +77,6 @@ def test_a_gain_is_the_paired_difference_with_its_interval(call: str, written: s
     No plus, and a true minus, which no zero has; one seed has no interval.
     """
     assert rendered(f"{{{{ {call} }}}}") == written
-
-
-@pytest.mark.parametrize(
-    ("call", "written"),
-    [
-        ("perplexity('theirs', 'short', 'b4')", "8.00"),
-        ("perplexity('theirs', 'short')", "4.00"),
-        ("perplexity('more', 'short')", "1.26"),
-        ("perplexity('more', 'short', digits=1)", "1.3"),
-        ("perplexity(['theirs', 'ours'], 'short', 'b1')", "1.50 to 2.00"),
-    ],
-)
-def test_a_perplexity_over_budgets_is_their_geometric_mean(call: str, written: str) -> None:
-    """That of 2 and 8 is 4."""
-    assert rendered(f"{{{{ {call} }}}}") == written
-
-
-@pytest.mark.parametrize(
-    ("call", "written"),
-    [
-        ("nats('ours', 'theirs', 'short', 'b4')", "−0.100 ± 0.124"),
-        ("nats('theirs', 'ours', 'short', 'b4')", "0.100 ± 0.124"),
-        ("nats('ours', 'theirs', 'short', 'b4', over='b1')", "0.900 ± 0.124"),
-        ("nats('ours', 'theirs', 'short')", "−0.050 ± 0.062"),
-    ],
-)
-def test_nats_are_the_paired_difference_of_log_perplexities(call: str, written: str) -> None:
-    """At b4 theirs lose one nat and ours 0.05, 0.1 and 0.15 fewer, at b1 both none; the mean is over the budgets."""
-    given = [
-        record(row, seed, perplexity={"b1": 1.0, "b4": math.exp(1 - saved)})
-        for row, of_row in (("theirs", (0, 0, 0)), ("ours", (0.05, 0.1, 0.15)))
-        for seed, saved in enumerate(of_row)
-    ]
-    assert rendered(f"{{{{ {call} }}}}", given) == written
-
-
-@pytest.mark.parametrize(
-    ("call", "written"),
-    [
-        ("cost('FLOPs', 'ours', 'short')", "1.90 GFLOP"),
-        ("cost('FLOPs', 'ours', 'short', budget='b4')", "800 MFLOP"),
-        ("cost('up', 'ours', 'short')", "3.00 MB"),
-        ("cost_ratio('up', 'ours', 'theirs', 'short')", "1.50"),
-        ("cost_ratio('up', 'theirs', 'ours', 'short')", "0.67"),
-        ("cost_ratio('down', 'ours', 'more', 'short')", "1.00"),
-    ],
-)
-def test_costs_are_written_as_in_the_tables(call: str, written: str) -> None:
-    """FLOPs of the budgets, 3 G and 0.8 G, have a mean of 1.9 G."""
-    assert rendered(f"{{{{ {call} }}}}") == written
-
-
-@pytest.mark.parametrize(
-    ("options", "written"),
-    [
-        ("", "0.05"),
-        (", 'first'", "0.09"),
-        (", digits=1", "0.1"),
-        (", ['first', 'last'], digits=0, percent=true", "5 to 9"),
-    ],
-)
-def test_an_observation_is_that_of_an_end_of_the_rounds(options: str, written: str) -> None:
-    """In the first round 0.08, 0.09 and 0.10."""
-    assert rendered(f"{{{{ observation('drift / layer 1', 'ours', 'short'{options}) }}}}") == written
 
 
 @pytest.mark.parametrize(
@@ -203,51 +118,6 @@ def test_what_a_remark_names_wrongly_is_told_with_what_is_known(call: str, said:
     assert caught.value.message.startswith("The remark of one/two: ")
     assert said in caught.value.message
     assert hint in caught.value.hint
-
-
-def test_the_nearest_rival_is_the_best_row_that_costs_no_less() -> None:
-    """A row that sends 3 % less is no rival, one with 1.5 % less is; so is none that lacks a seed."""
-    rows = {name: {} for name in ("ours", "equal", "cheap", "dear", "variant", "nearly", "partial", "unrun")}
-    means = {"ours": 0.6, "equal": 0.45, "nearly": 0.5, "cheap": 0.7, "dear": 0.4, "variant": 0.65, "partial": 0.59}
-    bytes_up = {
-        "ours": 3e6,
-        "equal": 3e6,
-        "nearly": 2.955e6,
-        "cheap": 2.91e6,
-        "dear": 9e6,
-        "variant": 3e6,
-        "partial": 3e6,
-    }
-    given = [
-        record("ours", 0).model_copy(
-            update={
-                "row": row,
-                "seed": seed,
-                "scores": {"mean": mean + 0.01 * seed, "trained": mean - 0.3},
-                "upload_bytes": bytes_up[row],
-                "training_flops": {} if row == "dear" else {"b1": 3e9},
-            }
-        )
-        for row, mean in means.items()
-        for seed in (0, 1)
-        if (row, seed) != ("partial", 1)
-    ]
-
-    def found(call: str) -> str:
-        return rendered(f"{{{{ {call} }}}}", given, rows=rows)
-
-    assert found("nearest_rival('ours', 'short', without=['variant'])") == "0.100 ± 0.000 (nearly)"
-    assert found("nearest_rival('ours', 'short')") == "−0.050 ± 0.000 (variant)"
-    assert found("nearest_rival('equal', 'short', without=['variant', 'ours', 'nearly'])") == "0.050 ± 0.000 (dear)"
-    assert found("nearest_rival('ours', 'short', over='trained', without=['variant'])").endswith(" (nearly)")
-    assert found("nearest_rival('dear', 'short', at_any_cost=true)") == "−0.300 ± 0.000 (cheap)"
-    assert found("nearest_rival('ours', 'short', among=['equal', 'dear'])") == "0.150 ± 0.000 (equal)"
-    with pytest.raises(DataError, match="every other row costs less than dear in some way"):
-        found("nearest_rival('dear', 'short')")
-    with pytest.raises(DataError, match="the table has no row 'variants'"):
-        found("nearest_rival('ours', 'short', without=['variants'])")
-    with pytest.raises(DataError, match="row 'unrun' has no records in short"):
-        found("nearest_rival('unrun', 'short')")
 
 
 def test_an_overview_calls_several_tables_and_keeps_the_rows_of_a_table() -> None:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -76,24 +74,3 @@ def test_every_method_is_in_the_decision_table() -> None:
     named = set(re.findall(r"\(\.\./methods/([\w-]+)\.md\)", text)) - {"index", "results"}
     methods = {page.stem for page in (ROOT / "docs/methods").glob("*.md")} - {"index", "results", "costs"}
     assert methods - named == {"fedptuning", "trivial"}, "as fedprompt; a yardstick"
-
-
-def test_a_notebooks_figures_and_tables_are_on_its_page(laid_out: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    page = laid_out[1]["notebooks/python-api.md"]
-    notebook = json.loads((ROOT / "docs/notebooks/python-api.ipynb").read_text())
-    shown = ["".join(one["data"]["text/html"]) for one in _outputs(notebook) if "text/html" in one.get("data", {})]
-    assert len(shown) > 5
-    for tag in ("<svg", "<table", "</table>", "</svg>"):
-        assert page.count(tag) == sum(one.count(tag) for one in shown) > 0
-    plain = [one["data"]["text/plain"] for one in _outputs(notebook) if list(one.get("data", {})) == ["text/plain"]]
-    assert plain
-    assert all("".join(one) in page for one in plain)
-    blocks = page.split('<div class="output">\n')[1:]
-    assert len(blocks) == len(shown)
-    for block in blocks:
-        inside = block.partition("\n</div>\n\n")[0]
-        assert not re.search(r"^\s*$|^\s", inside, re.MULTILINE), "Markdown would end the HTML there, or show code"
-
-
-def _outputs(notebook: dict[str, Any]) -> list[dict[str, Any]]:
-    return [output for cell in notebook["cells"] for output in cell.get("outputs", ())]

@@ -32,14 +32,11 @@ def saying(**values: Any) -> Attack:
 
 
 def framed(header: str) -> Attack:
-    """Returns the attack that sends a header of its own in front of the honest body."""
     data = header.encode()
     return lambda answer: len(data).to_bytes(8, "little") + data + answer.body
 
 
 def uploading(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Attack:
-    """Returns the attack that changes the uploaded tensors."""
-
     def attack(answer: Message) -> Message:
         payload = read_payload(answer.body, "test")
         return replace(answer, body=encode(Payload(change(dict(payload.tensors)), payload.scalars)))
@@ -48,18 +45,15 @@ def uploading(change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor
 
 
 def filled(value: float) -> Attack:
-    """Returns the attack that uploads one value everywhere."""
     return uploading(lambda tensors: {name: torch.full_like(tensor, value) for name, tensor in tensors.items()})
 
 
 def packed(header: str | dict[str, Any], data: bytes = b"") -> Attack:
-    """Returns the attack that uploads a safetensors file with a header of its own."""
     text = (header if isinstance(header, str) else json.dumps(header)).encode()
     return lambda answer: replace(answer, body=struct.pack("<Q", len(text)) + text + data)
 
 
 def tensor(shape: list[Any], offsets: list[Any], dtype: str = "F32") -> dict[str, Any]:
-    """Returns the header of a safetensors file with one tensor."""
     return {"adapter/x": {"dtype": dtype, "shape": shape, "data_offsets": offsets}}
 
 
@@ -202,7 +196,6 @@ HELLO: dict[str, Attack] = {
 
 
 def scoring(**values: Any) -> Attack:
-    """Returns the attack that changes values of an honest score."""
     return lambda answer: replace(answer, metadata={"records": [{**answer.metadata["records"][0], **values}]})
 
 

@@ -28,7 +28,7 @@ def config_of(model: str, base: str, *overrides: str) -> Config:
 
 
 @pytest.fixture(autouse=True)
-def _loaded_once(monkeypatch: pytest.MonkeyPatch, no_report: None) -> None:
+def _loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Loads every model once for all runs, servers and trainers in this process."""
     load_models_once(monkeypatch, "runs.setup.preparation", "federation.testing", "federation.serving")
 

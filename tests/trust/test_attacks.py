@@ -29,12 +29,10 @@ def changed(config: Config, section: str, **changes: Any) -> Config:
 
 
 def five(config: Config, rounds: int) -> Config:
-    """Returns the config of a run with two honest clients and `SEVERAL`."""
     return changed(config, "federation", rounds=rounds, clients=2 + len(SEVERAL), quorum=0.4)
 
 
 def dealt(names: Iterable[str], first_round: int) -> dict[tuple[int, int], str]:
-    """Returns round and client -> the attack that the client tries in it, each once."""
     return {
         (first_round + place // len(SEVERAL), SEVERAL[place % len(SEVERAL)]): name for place, name in enumerate(names)
     }
@@ -43,8 +41,6 @@ def dealt(names: Iterable[str], first_round: int) -> dict[tuple[int, int], str]:
 def attacking(
     kind: str, attack_of: Callable[[Message], Attack | None], client: int = HOSTILE, **more: Any
 ) -> HostileClient:
-    """Returns a client that is honest but for its answers to one kind of request."""
-
     def answer(request: Message, honest: Callable[[], Message]) -> Message | bytes | None:
         attack = attack_of(request) if request.kind == kind else None
         return honest() if attack is None else attack(honest())
@@ -53,13 +49,11 @@ def attacking(
 
 
 def each_once(attacks: Mapping[str, Attack]) -> Callable[[Message], Attack | None]:
-    """Returns one attack after the other, and None after the last."""
     left: Iterator[Attack] = iter(attacks.values())
     return lambda request: next(left, None)
 
 
 def assert_printable(driven: Driven) -> None:
-    """Asserts that nothing on the operator's terminal moves its cursor."""
     for line in driven.lines:
         assert not [character for character in line if unicodedata.category(character) in ("Cc", "Cf", "Cs")], repr(
             line

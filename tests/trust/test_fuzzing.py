@@ -80,7 +80,6 @@ class Fuzzer:
 
 
 def _delivered(request: Message) -> Message:
-    """Returns the answer of a client that took its model home, without making it."""
     return request.reply(metadata={"folder": "model", "form": "adapter", "reason": ""})
 
 

@@ -155,7 +155,6 @@ def test_a_run_that_never_began_stands_in_the_audit_log_with_its_reason(config: 
 
 
 def open_to_others(folder: Path) -> dict[str, str]:
-    """Returns what others than the user can reach, with its permissions."""
     modes = {path: path.stat().st_mode & 0o777 for path in folder.rglob("*") if not path.is_symlink()}
     assert modes
     return {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -118,10 +119,18 @@ def poison_round_one(folder: Path, config: Config, value: float) -> None:
     checkpoint.save(folder / CHECKPOINTS, 1, state, fingerprint=config.fingerprint(), extra=saved.extra)
 
 
-def run_of(config: Config, folder: Path) -> Config:
-    config = changed(config, "federation", rounds=4, save_total_limit=3)
-    experiment.run(config, folder)
-    return config
+@pytest.fixture(scope="module")
+def finished(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of four rounds, of which three are kept."""
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    experiment.run(changed(config, "federation", rounds=4, save_total_limit=3), folder)
+    return folder
+
+
+@pytest.fixture
+def run(finished: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be damaged."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 def damage(path: Path) -> None:
@@ -130,56 +139,47 @@ def damage(path: Path) -> None:
     path.write_bytes(bytes(content))
 
 
-def test_a_damaged_newest_checkpoint_is_skipped_for_the_one_before_with_a_message(
-    config: Config, tmp_path: Path
-) -> None:
-    run_of(config, tmp_path / "run")
-    whole = ended(tmp_path / "run")
-    damage(tmp_path / "run" / CHECKPOINTS / "round-00004.checkpoint")
-    damage(tmp_path / "run" / CHECKPOINTS / "round-00003.checkpoint")
+def test_a_damaged_newest_checkpoint_is_skipped_for_the_one_before_with_a_message(finished: Path, run: Path) -> None:
+    damage(run / CHECKPOINTS / "round-00004.checkpoint")
+    damage(run / CHECKPOINTS / "round-00003.checkpoint")
     lines = Lines()
-    experiment.resume(tmp_path / "run", progress=lines)
+    experiment.resume(run, progress=lines)
     assert lines.says("round-00004.checkpoint is damaged", "It is skipped for the checkpoint before it")
     assert lines.says("round-00003.checkpoint is damaged")
-    assert_same(ended(tmp_path / "run"), whole)
+    assert_same(ended(run), ended(finished))
 
 
-def test_no_checkpoint_is_left(config: Config, tmp_path: Path) -> None:
-    run_of(config, tmp_path / "run")
-    for path in (tmp_path / "run" / CHECKPOINTS).iterdir():
+def test_no_checkpoint_is_left(run: Path) -> None:
+    for path in (run / CHECKPOINTS).iterdir():
         damage(path)
     with pytest.raises(CheckpointError, match=r"round-00004\.checkpoint is damaged"):
-        experiment.resume(tmp_path / "run")
+        experiment.resume(run)
 
 
-def test_resume_goes_back_to_a_round_by_hand(config: Config, tmp_path: Path) -> None:
-    run_of(config, tmp_path / "run")
-    whole = ended(tmp_path / "run")
+def test_resume_goes_back_to_a_round_by_hand(finished: Path, run: Path) -> None:
     with pytest.raises(CheckpointError, match="holds no checkpoint of round 1"):
-        experiment.resume(tmp_path / "run", round=1)
+        experiment.resume(run, round=1)
     lines = Lines()
-    result = experiment.resume(tmp_path / "run", round=2, progress=lines)
+    result = experiment.resume(run, round=2, progress=lines)
     assert result.rounds == 4
-    assert checkpoint.rounds(tmp_path / "run" / CHECKPOINTS) == [2, 3, 4]
-    assert_same(ended(tmp_path / "run"), whole)
+    assert checkpoint.rounds(run / CHECKPOINTS) == [2, 3, 4]
+    assert_same(ended(run), ended(finished))
 
 
-def test_a_resume_leaves_no_half_written_files(config: Config, tmp_path: Path) -> None:
-    run_of(config, tmp_path / "run")
-    for folder in (tmp_path / "run", tmp_path / "run" / CHECKPOINTS, tmp_path / "run" / "clients" / "client-000"):
+def test_a_resume_leaves_no_half_written_files(run: Path) -> None:
+    for folder in (run, run / CHECKPOINTS, run / "clients" / "client-000"):
         folder.mkdir(exist_ok=True, parents=True)
         (folder / ".state.x7.part").write_bytes(b"half")
-    experiment.resume(tmp_path / "run", round=3)
-    assert not list((tmp_path / "run").rglob("*.part"))
+    experiment.resume(run, round=3)
+    assert not list(run.rglob("*.part"))
 
 
-def test_a_log_that_lost_records_of_a_complete_round_is_found(config: Config, tmp_path: Path) -> None:
+def test_a_log_that_lost_records_of_a_complete_round_is_found(run: Path) -> None:
     """Also if whole lines are missing from its end, which no line's own seal shows."""
-    run_of(config, tmp_path / "run")
-    log = tmp_path / "run" / "metrics.jsonl"
+    log = run / "metrics.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
     log.write_bytes(b"".join(lines[:-1]))
     with pytest.raises(CheckpointError, match="records are missing"):
-        experiment.resume(tmp_path / "run")
-    experiment.resume(tmp_path / "run", round=2)
+        experiment.resume(run)
+    experiment.resume(run, round=2)
     assert len(log.read_bytes().splitlines()) == len(lines)

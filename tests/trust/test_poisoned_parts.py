@@ -62,7 +62,6 @@ class Poisoner:
 
 
 def filling(part: str, value: float) -> Attack:
-    """Returns the change of an upload that fills a part of it with one value."""
     return uploading(
         lambda tensors: {
             name: torch.full_like(tensor, value) if name.startswith(f"{part}/") else tensor

@@ -24,8 +24,6 @@ LATE_SECONDS = 55.0
 
 
 def with_upload(change: Callable[[Tensors], Tensors]) -> Change:
-    """Returns the change of a reply that changes its tensors."""
-
     def rewrite(reply: Message) -> Message:
         return replace(reply, body=encode(Payload(change(dict(read_payload(reply.body, "test").tensors)))))
 
@@ -76,7 +74,6 @@ FAULT_OF_ROUND = {
 
 
 def corrupt_trainer() -> None:
-    """Makes the trainer of this process reply with the faults of `FAULT_OF_ROUND`."""
     handle = TrainerService.handle
 
     def corrupted(trainer: TrainerService, message: Message) -> Message:

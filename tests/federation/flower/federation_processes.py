@@ -122,11 +122,9 @@ class FederationProcesses:
         return self.clients[index]
 
     def node(self, index: int) -> Child:
-        """Returns Flower's node of a client alone, without a trainer."""
         return self._site_child(index, "node", commands.supernode)
 
     def executor(self, index: int) -> Child:
-        """Returns the program that runs the app on a client."""
         return self._site_child(index, "executor", commands.client_executor)
 
     def _site_child(self, index: int, name: str, command: Callable[[Path, SiteSettings], list[str]]) -> Child:
@@ -159,7 +157,6 @@ class FederationProcesses:
         return int(json.loads((self.site(index) / "work" / ipc.ADDRESS_FILE).read_text())["pid"])
 
     def pid_of(self, command: Command, program: str) -> int:
-        """Returns the process of one of Flower's programs below a command."""
         family = psutil.Process(command.process.pid).children(recursive=True)
         return next(member.pid for member in family if any(program in word for word in member.cmdline()))
 
@@ -170,7 +167,6 @@ class FederationProcesses:
 
 @contextmanager
 def running(folder: Path, config: Config) -> Iterator[FederationProcesses]:
-    """Yields a federation whose server and clients are up, all as commands."""
     federation = FederationProcesses(folder, config)
     try:
         federation.start_server()
@@ -231,7 +227,6 @@ def wait_for(condition: Callable[[], bool], command: Command | None = None, seco
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports of 127.0.0.1 on which nothing listens."""
     listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [listener.getsockname()[1] for listener in listeners]
     for listener in listeners:

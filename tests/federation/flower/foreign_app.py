@@ -96,14 +96,12 @@ def control(address: str, authority: Path) -> Iterator[ControlHttpClient]:
 
 
 def post(address: str, path: str, authority: Path) -> int:
-    """Returns the status of a request without any key, secret or token."""
     trust = ssl.create_default_context(cafile=str(authority))
     headers = {"content-type": "application/protobuf", "accept": "application/protobuf"}
     return httpx.post(f"https://{address}{path}", verify=trust, headers=headers, content=b"").status_code
 
 
 def ended(client: ControlHttpClient, run: int, seconds: float = 30.0) -> Run:
-    """Returns a run once it has ended."""
     deadline = time.monotonic() + seconds
     while True:
         found: Run = client.ListRuns(ListRunsRequest(run_id=run)).run_dict[run]

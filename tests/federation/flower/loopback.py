@@ -112,5 +112,4 @@ class LoopbackGrid(Grid):
 
 
 def over_the_wire(message: FlowerMessage) -> FlowerMessage:
-    """Returns a message as its receiver has it."""
     return message_from_proto(message_to_proto(message))

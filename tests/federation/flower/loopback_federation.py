@@ -32,7 +32,6 @@ class Lines(Silent):
         self.lines.append(text)
 
     def says(self, *parts: str) -> bool:
-        """Whether a line has all the parts."""
         return any(all(part in line for part in parts) for line in self.lines)
 
 
@@ -46,7 +45,6 @@ def site_of(config: Config, client: int, **changes: Any) -> SiteSettings:
 
 
 def trainers_of(config: Config, folder: Path, changes: Sequence[dict[str, Any]] = ()) -> list[TrainerService]:
-    """Returns a trainer service for each client, with changes of its site's settings."""
     sites = [
         site_of(config, index, **change) for index, change in enumerate(changes or [{}] * config.federation.clients)
     ]
@@ -57,14 +55,12 @@ def trainers_of(config: Config, folder: Path, changes: Sequence[dict[str, Any]] 
 
 
 def grid_of(trainers: Sequence[TrainerService]) -> LoopbackGrid:
-    """Returns a Grid whose nodes are these trainers."""
     return LoopbackGrid(LoopbackNode(100 + trainer.site.client, trainer.handle) for trainer in trainers)
 
 
 def serve_on(
     grid: LoopbackGrid, config: Config, folder: Path, progress: Lines | None = None, **server: Any
 ) -> RunResult:
-    """Runs a config over a Grid, with the server in `folder`."""
     write_text(folder / "run.yaml", config.resolved_yaml())
     settings = ServerSettings.model_validate(
         {"server_evaluation": True, "wait_seconds": 5, "reconnect_seconds": 0, "deliver": False, **server}

@@ -35,7 +35,6 @@ KEYS = [generate_key_pairs() for _ in range(2)]
 
 
 def signed(client: int = 0) -> list[tuple[bytes, bytes]]:
-    """Returns the headers by which a client's node says who it is."""
     private, public = KEYS[client]
     timestamp = b"2026-11-22T21:00:00+00:00"
     return [
@@ -186,14 +185,6 @@ def test_a_client_that_goes_away_leaves_no_error() -> None:
     assert ask("/v1/fleet/push-object", answer, headers=[(b"content-length", b"5"), *signed()], chunks=())[0] == 503
 
 
-def test_a_web_socket_gets_no_answer() -> None:
-    async def once() -> None:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(nobody)) as client:
-            await Gateway(client, SERVER)({"type": "websocket"}, nobody, nobody)  # type: ignore[arg-type]
-
-    asyncio.run(once())
-
-
 def ok(request: httpx.Request) -> httpx.Response:
     request.read() if isinstance(request.stream, httpx.ByteStream) else None
     return httpx.Response(200, stream=EMPTY)
@@ -258,7 +249,6 @@ def test_a_key_that_flowers_server_does_not_know_is_forgotten() -> None:
 
 
 def pushed(node: int, *senders: int, answers: str = "f" * 64) -> bytes:
-    """Returns a request of a node that pushes messages of these senders."""
     request = PushMessagesRequest()
     request.node.node_id = node
     for sender in senders:
@@ -375,18 +365,6 @@ def test_connections_that_bring_no_request_end(listening: int, sends: bytes, cer
 @pytest.mark.parametrize("listening", [(None, 0.5, 20)], indirect=True)
 def test_a_connection_that_does_not_begin_tls_ends(listening: int) -> None:
     with connect(listening, None) as connection:
-        assert is_closed(connection)
-
-
-@pytest.mark.parametrize("listening", [(None, 0.5, 20)], indirect=True)
-def test_a_connection_that_ends_its_first_request_has_the_same_time_for_the_next(
-    listening: int, certificate: tuple[str, str]
-) -> None:
-    context = ssl.create_default_context(cafile=certificate[0])
-    with connect(listening, context) as connection:
-        connection.sendall(b"HEAD /v1/fleet/ HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
-        assert connection.recv(1000).startswith(b"HTTP/1.1 200")
-        connection.sendall(b"\r\n")
         assert is_closed(connection)
 
 

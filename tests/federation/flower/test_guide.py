@@ -28,7 +28,6 @@ class Block:
 
 
 def blocks() -> list[Block]:
-    """Returns the guide's blocks, in order."""
     fenced = re.findall(r"^```(\w+)\n(.*?)^```$", GUIDE.read_text("utf-8"), re.DOTALL | re.MULTILINE)
     return [Block(language, text) for language, text in fenced]
 

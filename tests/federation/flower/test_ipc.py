@@ -19,7 +19,6 @@ REQUEST = Message("train", "ab" * 16, 3, 1, body=bytes(range(256)) * 9)
 
 @contextmanager
 def serving(folder: Path, handle: Callable[[Message], Message]) -> Iterator[None]:
-    """Serves requests in a thread for as long as the block lasts."""
     stopped = threading.Event()
     thread = threading.Thread(target=ipc.serve, args=(folder, handle), kwargs={"running": lambda: not stopped.is_set()})
     thread.start()

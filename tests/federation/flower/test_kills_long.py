@@ -199,7 +199,6 @@ class Operators:
         return None
 
     def _require_kill(self, command: Command, kinds: set[str], *, any_owner: bool = False) -> None:
-        """Fails if a command ended without a kill of one of these kinds, of its own processes or of anybody's."""
         causes = [
             kill.kind
             for kill in self.kills
@@ -210,7 +209,6 @@ class Operators:
 
 
 def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
-    """Returns those of the processes that still run."""
     running = []
     for process in processes:
         with suppress(psutil.Error):
@@ -220,7 +218,6 @@ def alive(processes: Sequence[psutil.Process]) -> list[psutil.Process]:
 
 
 def marked(folder: Path) -> list[psutil.Process]:
-    """Returns all processes whose environment has the mark of a federation."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):

@@ -18,12 +18,6 @@ def test_a_message_survives_serialisation() -> None:
     assert Message.from_bytes(REQUEST.to_bytes()) == REQUEST
 
 
-def test_a_reply_keeps_the_addresses_of_its_request() -> None:
-    reply = REQUEST.reply(failure="no", body=b"x")
-    assert (reply.kind, reply.run, reply.round, reply.client, reply.codec) == ("train", "ab" * 16, 3, 1, "int8")
-    assert (reply.failure, reply.metadata, reply.body) == ("no", {}, b"x")
-
-
 @pytest.mark.parametrize(
     "header",
     [

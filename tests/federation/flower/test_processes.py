@@ -44,7 +44,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 
 @pytest.fixture(scope="module")
 def lasting(config: Config) -> Config:
-    """The same with rounds that last, so that something can happen in the middle of one."""
     return config.model_copy(update={"training": config.training.model_copy(update={"steps": 20})})
 
 

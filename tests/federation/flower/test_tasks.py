@@ -67,7 +67,6 @@ class Node:
         assert self.state.create_task(task_type=kind, run_id=RUN, fab_hash=DIGEST) is not None
 
     def reply(self) -> FlowerMessage:
-        """Returns the reply that it would send, with its content."""
         (reply,) = self.state.get_messages_legacy(is_reply=True)
         return reply
 

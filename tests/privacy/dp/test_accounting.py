@@ -27,7 +27,6 @@ DELTA = 1e-5
 
 
 def one_by_one(accountant: dp_accounting.PrivacyAccountant, *events: dp_accounting.DpEvent) -> float:
-    """Returns the library's epsilon of events that are composed one after the other."""
     for event in events:
         accountant.compose(event)
     return float(accountant.get_epsilon(DELTA))

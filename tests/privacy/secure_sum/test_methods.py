@@ -36,11 +36,10 @@ BUDGETS = (LARGE, SMALL)
 CLIENTS = tuple(client(index, BUDGETS[index % 2], 2 + index) for index in range(6))
 """Three clients of each budget, which is the fewest behind any mean."""
 RULES = FederationSettings(clients=6)
-ROUNDS = 3
+ROUNDS = 2
 
 
 def secure_options(name: str) -> Mapping[str, Any]:
-    """Returns the options under which a method's secure rounds are compared with its plain ones."""
     case = CASES[name]
     return case.options if case.secure is None else case.secure
 
@@ -109,7 +108,6 @@ class Run:
 
 
 def fp32_bound(state, clients=6):
-    """Returns the rounding of a running mean in fp32, relative to the largest value of each tensor."""
     return {
         name: clients * 2.0**-23 * float(tensor.abs().max())
         for name, tensor in state.tensors.items()
@@ -288,7 +286,6 @@ def test_a_server_that_tells_one_client_something_else_is_found_out(label, backb
 
 
 def trained(run):
-    """Returns client -> what it keeps after training."""
     kept = {}
     run.engine.exchange = lambda session, step, requests: kept.update(run.engine.clients._kept) or {}
     with pytest.raises(QuorumError):
@@ -305,12 +302,6 @@ def test_no_range_is_of_a_budgets_only_client(label, backbone, tmp_path):
     assert ranges[0].any()
     alone = (ranges[0] > 0) & (ranges[1:] == 0).all(axis=0)
     assert not alone.any(), [name for name, bare in zip(form.ranges, alone, strict=True) if bare]
-
-
-def test_hetloras_sums_by_rank_say_who_weighs_and_not_how_much(backbone, tmp_path):
-    for kept in trained(Run(backbone, "hetlora", tmp_path, secure=True)).values():
-        assert 0 < kept.terms.weights["weight"][0] != 1
-        assert kept.terms.weights["rank"].tolist() == kept.terms.held["rank"].tolist()
 
 
 def test_an_upload_that_is_not_needed_stays_with_its_client(backbone, tmp_path):

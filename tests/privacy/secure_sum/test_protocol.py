@@ -31,7 +31,6 @@ def many_zeros(clients: int, **options) -> Federation:
 
 
 def looks_uniform(words: np.ndarray) -> bool:
-    """Whether the highest byte of 32-bit words is uniform, by a chi-square test."""
     return bool(stats.chisquare(np.bincount(words >> np.uint32(24), minlength=256)).pvalue > 1e-6)
 
 

@@ -117,7 +117,6 @@ class Guild:
         serve_on(grid_of(self.trainers), self.config, self.folder / "server", self.lines, **options)
 
     def answering(self, client, change):
-        """Lets a client's answers be what a function makes of the request and the honest answer."""
         handle = self.trainers[client].handle
         self.trainers[client].handle = lambda message: change(message, handle(message))
 

@@ -92,11 +92,9 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=[scheme])
 
     def open(self, url: str) -> None:
-        """Opens an address."""
         self.call("Page.navigate", url=url)
 
     def value(self, expression: str) -> Any:
-        """Returns the value of a JavaScript expression."""
         answer = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
@@ -110,7 +108,6 @@ class Browser:
         return time.monotonic() - started
 
     def screenshot(self, path: Path) -> Path:
-        """Writes an image of the whole page."""
         size = self.call("Page.getLayoutMetrics")["cssContentSize"]
         clip = {"x": 0, "y": 0, "width": size["width"], "height": min(size["height"], 6000), "scale": 1}
         image = self.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)["data"]

@@ -17,7 +17,6 @@ PLAN = [("flame", 0), ("flame", 1), ("fedit", 0), ("fedit", 1)]
 
 
 def hold(folder: Path, pid: int | None = None) -> None:
-    """Makes a run look like one that a process works on, this one by default."""
     since = datetime.now(UTC).isoformat(timespec="seconds")
     holder = {"pid": pid or os.getpid(), "host": socket.gethostname(), "since": since, "command": "pytest"}
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,5 +75,4 @@ def federation(folder: Path) -> Path:
 
 
 def one_more_round(folder: Path, number: int) -> None:
-    """Adds the record of a round."""
     RunLog(folder).append(RoundRecord(round=number, seconds=2.0, participants=[0, 1]))

@@ -24,7 +24,6 @@ from tests.report.watch.folders import comparison, live_run, one_more_round
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[WatchServer]:
-    """Serves a run that is going on."""
     running = WatchServer(live_run(tmp_path / "run"))
     running.begin()
     yield running
@@ -57,13 +56,11 @@ class Stream:
         self.last = ""
 
     def next(self) -> dict[str, Any]:
-        """Returns the next event's data."""
         found = next(self.rest(), None)
         assert found is not None, "the stream has ended"
         return found
 
     def rest(self) -> Iterator[dict[str, Any]]:
-        """Yields the data of the events that come, until the stream ends."""
         while line := self.answer.readline().decode():
             if line.startswith("id: "):
                 self.last = line[4:].strip()
@@ -71,7 +68,6 @@ class Stream:
                 yield dict(json.loads(line[6:]))
 
     def close(self) -> None:
-        """Closes the connection."""
         self.answer.close()
         self._connection.close()
 
@@ -96,7 +92,6 @@ def test_the_page_and_what_it_loads_come_from_here_alone(server: WatchServer) ->
 
 @pytest.fixture
 def polled_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets followers read when they are told to, and streams wake for a change alone."""
     monkeypatch.setattr(Follower, "start", Follower.refresh)
     monkeypatch.setattr(serving, "PING_SECONDS", 3600.0)
 
@@ -117,26 +112,6 @@ def test_the_poll_after_a_change_sends_it(tmp_path: Path) -> None:
     assert list(stream.next()["parts"]["rounds"]) == ["7"]
     stream.close()
     server.end()
-
-
-def test_a_follower_reads_again_after_every_pause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    follower = Follower(live_run(tmp_path / "run"))
-    pauses: list[float] = []
-
-    def wait(seconds: float) -> None:
-        pauses.append(seconds)
-        if len(pauses) == 1:
-            ActivityLog(tmp_path / "run").append("message", text="Something new")
-            return
-        follower.stop()
-
-    monkeypatch.setattr(follower._stop, "wait", wait)
-    follower.refresh()
-    known = follower.board.version
-    follower._follow()
-    assert pauses == [following.POLL_SECONDS] * 2
-    change = follower.board.since(follower.board.epoch, known)
-    assert [row["text"] for row in change["parts"]["log"].values()] == ["Something new"]
 
 
 def test_a_change_waits_less_than_a_second_for_all_pauses_together() -> None:
@@ -258,14 +233,6 @@ def test_the_page_of_a_comparison_is_shown_without_scripts(tmp_path: Path) -> No
         assert ask(server, "page/1")[0] == 404
     finally:
         server.end()
-
-
-def test_open_pages_are_limited(server: WatchServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "STREAMS", 1)
-    stream = Stream(server)
-    stream.next()
-    assert ask(server, "events")[0] == 503
-    stream.close()
 
 
 def test_an_open_page_gets_the_last_change_before_the_end(tmp_path: Path) -> None:

@@ -117,16 +117,6 @@ def test_a_half_written_line_is_left_until_it_is_whole(tmp_path: Path) -> None:
     assert parts_of(seen)["page"]["totals"]["round"] == 7
 
 
-def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
-    folder = live_run(tmp_path / "run")
-    with open(folder / RunLog.FILE, "ab") as file:
-        file.write(b'{"kind":"round","round":\n{"kind":"client"}\n{"kind":"round","round":"x","seconds":"NaN"}\n\xff\n')
-    with open(folder / ActivityLog.FILE, "ab") as file:
-        file.write(b'{"event": "round"}\nnot json\n[1]\n{"event": "asked", "time": 1, "clients": 3}\n')
-    one_more_round(folder, 7)
-    assert parts_of(view(folder))["page"]["totals"]["round"] == 7
-
-
 def test_going_back_to_an_earlier_round_begins_anew(tmp_path: Path) -> None:
     folder = live_run(tmp_path / "run")
     seen = view(folder)
@@ -154,21 +144,6 @@ def test_a_federation_shows_keys_contacts_and_who_is_gone(tmp_path: Path) -> Non
     ActivityLog(folder / "state/run").append("online", clients=["client-000", "client-002"])
     assert parts_of(seen)["clients"]["0"]["state"] == "idle"
     assert "The key of client-003 was revoked." in [row["text"] for row in parts_of(seen)["log"].values()]
-
-
-def test_a_client_that_takes_far_longer_than_the_others_is_late(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", rounds=1, clients=4)
-    hold(folder)
-    log = ActivityLog(folder)
-    log.append("round", round=2, rounds=3)
-    log.append("asked", round=2, attempt=0, clients=[0, 1, 2, 3])
-    for client in range(4):
-        log.append("sent", client=f"client-{client:03d}", kind="train", round=2)
-    for client in range(3):
-        log.append("answered", client=f"client-{client:03d}", kind="train", failure="")
-    now = json.loads((folder / ActivityLog.FILE).read_text().splitlines()[-1])["time"]
-    assert parts_of(RunView(folder, Board(), now=lambda: now + 0.5))["clients"]["3"]["state"] == "training"
-    assert parts_of(RunView(folder, Board(), now=lambda: now + 60.0))["clients"]["3"]["state"] == "late"
 
 
 def test_the_cells_of_a_comparison_fill(tmp_path: Path) -> None:

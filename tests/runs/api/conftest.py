@@ -41,21 +41,14 @@ def own_data(settings: list[str]) -> list[str]:
 
 @pytest.fixture(scope="package", autouse=True)
 def _once() -> Iterator[None]:
-    """Loads the model once for all runs of these tests."""
     with pytest.MonkeyPatch.context() as patch:
         load_models_once(patch, "runs.setup.preparation")
         yield
 
 
 @pytest.fixture(autouse=True)
-def _no_report(monkeypatch: pytest.MonkeyPatch, undrawn: None) -> None:
-    """Runs write an empty report, and comparisons pages without figures."""
-    monkeypatch.setattr("fedguild.runs.experiment.write_report", empty_report)
-
-
-def empty_report(folder: Path) -> Path:
-    (folder / "report.html").touch()
-    return folder / "report.html"
+def _undrawn(undrawn: None) -> None:
+    """Comparisons write pages without figures."""
 
 
 METHODS = {
@@ -72,12 +65,10 @@ def routed_runs(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -
     """Method -> the folder of its run of one round."""
     plain = [setting for setting in settings if not setting.startswith("method.")]
     plain += ["federation.rounds=1", "training.learning_rate=0.05", "evaluation.max_examples=1"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.runs.experiment.write_report", empty_report)
-        return {
-            name: fedguild.run(BASE, *plain, f"method={method}", output=tmp_path_factory.mktemp("runs") / name).folder
-            for name, method in METHODS.items()
-        }
+    return {
+        name: fedguild.run(BASE, *plain, f"method={method}", output=tmp_path_factory.mktemp("runs") / name).folder
+        for name, method in METHODS.items()
+    }
 
 
 def loaded_anew(config: Config) -> Backbone:
@@ -87,5 +78,4 @@ def loaded_anew(config: Config) -> Backbone:
 
 @pytest.fixture
 def loaded_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loads the model anew."""
     monkeypatch.setattr("fedguild.runs.setup.preparation.load_model", loaded_anew)

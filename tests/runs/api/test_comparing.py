@@ -9,7 +9,7 @@ import pytest
 import fedguild
 from fedguild.core.errors import ConfigError
 from fedguild.runs.callbacks import Event, Saved
-from tests.runs.api.conftest import BASE, CLIENTS, ROWS, empty_report
+from tests.runs.api.conftest import BASE, CLIENTS, ROWS
 
 CONFIGS = [
     {"extends": BASE, "name": "flame"},
@@ -31,19 +31,17 @@ def rows_only(own_data: list[str]) -> list[str]:
 @pytest.fixture(scope="module")
 def comparison(tmp_path_factory: pytest.TempPathFactory, rows_only: list[str]) -> fedguild.Comparison:
     """FLAME, which a callback stops after its first round, and FedIT, on given data; two seeds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.runs.experiment.write_report", empty_report)
-        return fedguild.compare(
-            CONFIGS,
-            *rows_only,
-            seeds=[0, 1],
-            output=tmp_path_factory.mktemp("compared"),
-            dataset=ROWS,
-            partition=[number % CLIENTS for number in range(len(ROWS))],
-            metrics={"length": lambda said, wanted: len(said)},
-            callbacks=[stop_after_the_first],
-            tell=print,
-        )
+    return fedguild.compare(
+        CONFIGS,
+        *rows_only,
+        seeds=[0, 1],
+        output=tmp_path_factory.mktemp("compared"),
+        dataset=ROWS,
+        partition=[number % CLIENTS for number in range(len(ROWS))],
+        metrics={"length": lambda said, wanted: len(said)},
+        callbacks=[stop_after_the_first],
+        tell=print,
+    )
 
 
 def test_a_row_for_every_score_and_seed(comparison: fedguild.Comparison) -> None:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import fedguild
 from fedguild.cli import app
-from tests.runs.api.conftest import BASE, empty_report
+from tests.runs.api.conftest import BASE
 
 pytestmark = pytest.mark.usefixtures("loaded_alone")
 IDS = torch.tensor([[5, 9, 3, 7]])
@@ -56,13 +56,10 @@ def test_what_cannot_be_merged_has_its_own_code(
 
 @pytest.fixture(scope="module")
 def fedit(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Path:
-    """A run whose model an adapter can carry."""
     plain = [setting for setting in settings if not setting.startswith("method.")]
     method = "method={name: fedit, rank: 2, targets: [attention, router, experts]}"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.runs.experiment.write_report", empty_report)
-        folder = tmp_path_factory.mktemp("runs") / "fedit"
-        return fedguild.run(BASE, *plain, "federation.rounds=1", method, output=folder).folder
+    folder = tmp_path_factory.mktemp("runs") / "fedit"
+    return fedguild.run(BASE, *plain, "federation.rounds=1", method, output=folder).folder
 
 
 def test_two_forms_at_once_are_refused(fedit: Path, tmp_path: Path) -> None:

@@ -89,7 +89,6 @@ def test_the_harness_scores_a_model_as_the_guide_shows(routed_runs: dict[str, Pa
 
 
 def better(model: Any, question: str, right: str, wrong: str) -> bool:
-    """Whether a model gives the right answer the higher likelihood, token by token."""
     sums = []
     for answer in (right, wrong):
         before, whole = (model.tokenizer.encode(text) for text in (question, f"{question} {answer}"))
@@ -128,15 +127,6 @@ def test_the_command_samples_by_its_seed_and_uses_the_template(routed_runs: dict
     templated = type(generator)(generator.model, "alpaca")
     "".join(templated.stream("Hi", 1))
     assert "### Instruction:\nHi\n\n### Response:" in generator.model.tokenizer.decode(seen[0])
-
-
-def test_the_likeliest_answer_leaves_the_global_generator_alone(routed_runs: dict[str, Path]) -> None:
-    from fedguild.runs.api.generating import open_generator
-
-    generator = open_generator(routed_runs["fedamole"], client="client-000")
-    before = torch.get_rng_state()
-    list(generator.stream("Hi", 8, temperature=0, seed=1))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize(

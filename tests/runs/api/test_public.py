@@ -46,12 +46,13 @@ def test_what_lists_needs_no_torch() -> None:
     """Nor does `import fedguild`, nor its names that are data: each command in turn, in one process."""
     heavy = "sorted({'torch', 'transformers', 'datasets', 'pandas', 'matplotlib'} & set(sys.modules))"
     lines = ["import sys, fedguild", "fedguild.EarlyStopping, fedguild.load_run", "from fedguild.cli import app"]
-    for arguments in (["methods"], ["presets", "--json"], ["presets", "flame/tiny-tasks"]):
+    lines += ["import fedguild.data", "list(fedguild.data.CORPORA)"]
+    for arguments in (["--help"], ["methods"], ["presets", "--json"], ["presets", "flame/tiny-tasks"]):
         lines += [f"sys.argv = ['fedguild', *{arguments!r}]", "try: app()", "except SystemExit: pass"]
         lines += [f"print({heavy}, file=sys.stderr)"]
     script = "\n".join(lines)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert [line for line in done.stderr.splitlines() if line.startswith("[")] == ["[]"] * 3
+    assert [line for line in done.stderr.splitlines() if line.startswith("[")] == ["[]"] * 4
     assert "flame" in done.stdout
 
 

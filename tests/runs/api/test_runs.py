@@ -13,7 +13,7 @@ from fedguild.config import load_config
 from fedguild.core.errors import CheckpointError, ConfigError, DataError
 from fedguild.measuring.log.records import EvaluationRecord, RoundRecord
 from fedguild.runs.callbacks import Event, Finished, Recorded, RoundStarted, Saved
-from tests.runs.api.conftest import BASE, CLIENTS, ROWS, empty_report
+from tests.runs.api.conftest import BASE, ROWS
 from tests.runs.runs import Killed, assert_same, ended, kill_at
 
 UNEVEN = [0] * 24 + [1] * 12 + [2] * 6 + [3] * 6
@@ -31,18 +31,16 @@ def events() -> list[Event]:
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory, own_data: list[str], events: list[Event]) -> fedguild.RunResult:
     """A run of two rounds whose data, partition, metric and callback were given in Python."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fedguild.runs.experiment.write_report", empty_report)
-        return fedguild.run(
-            BASE,
-            *own_data,
-            "federation.rounds=2",
-            output=tmp_path_factory.mktemp("runs") / "given",
-            dataset={"train": ROWS, "test": ROWS[:6]},
-            partition=UNEVEN,
-            metrics={"length": length},
-            callbacks=[events.append],
-        )
+    return fedguild.run(
+        BASE,
+        *own_data,
+        "federation.rounds=2",
+        output=tmp_path_factory.mktemp("runs") / "given",
+        dataset={"train": ROWS, "test": ROWS[:6]},
+        partition=UNEVEN,
+        metrics={"length": length},
+        callbacks=[events.append],
+    )
 
 
 def test_the_given_data_and_partition_are_trained_on(given: fedguild.RunResult) -> None:
@@ -58,17 +56,6 @@ def test_the_given_metric_is_recorded_beside_the_corpus_own(given: fedguild.RunR
     assert scored["rouge_l"].notna().all()
     assert sorted(scored.name.unique()) == ["large", "small"]
     assert list(frame["round"].unique()) == [0, 1, 2]
-
-
-def test_frames_of_clients_rounds_and_tasks(given: fedguild.RunResult) -> None:
-    clients = given.frame("clients")
-    assert len(clients) == 2 * CLIENTS
-    assert set(clients["client"]) == set(range(CLIENTS))
-    assert (clients.upload_bytes_adapter > 0).all()
-    assert list(given.frame("rounds")["round"]) == [1, 2]
-    assert set(given.frame("tasks").task) == {"instructions"}
-    with pytest.raises(ConfigError, match="There is no frame of 'score'"):
-        given.frame("score")  # type: ignore[arg-type]
 
 
 def test_events_come_in_order_and_with_their_history(given: fedguild.RunResult, events: list[Event]) -> None:
@@ -249,12 +236,6 @@ def test_nothing_to_score_on_is_refused_before_training(own_data: list[str], tmp
         fedguild.run(BASE, *own_data, "data.split.test=0", dataset=ROWS, output=tmp_path / "run")
     assert caught.value.hint == "Give data.test=FILE, or data.split.test=0.1."
     assert not (tmp_path / "run" / "config.yaml").exists()
-
-
-def test_a_split_that_there_is_not_is_refused(given: fedguild.RunResult) -> None:
-    with pytest.raises(ConfigError, match="There is no split 'train' to score") as caught:
-        fedguild.evaluate(given, split="train")  # type: ignore[arg-type]
-    assert caught.value.hint == "Known: test, validation."
 
 
 def test_a_config_may_be_a_mapping_or_a_config() -> None:

@@ -46,7 +46,6 @@ class Memory:
 
 
 def offer(monkeypatch: pytest.MonkeyPatch, *kinds: type[Tracker]) -> None:
-    """Makes these all the trackers there are, each by its name in small letters, and forgets what `Memory` has."""
     found = tuple(Found(kind.__name__.lower(), "", "tests", f"{kind.__module__}:{kind.__name__}") for kind in kinds)
     usual = type(TRACKERS).found
     monkeypatch.setattr(type(TRACKERS), "found", lambda self: found if self is TRACKERS else usual(self))

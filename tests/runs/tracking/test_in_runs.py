@@ -31,7 +31,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _memory_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, Memory)
     load_models_once(monkeypatch, "runs.setup.preparation")
-    monkeypatch.setattr("fedguild.runs.experiment.write_report", lambda folder: folder / "report.html")
 
 
 def logged(folder: Path) -> Series:

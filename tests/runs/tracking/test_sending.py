@@ -20,31 +20,23 @@ from tests.runs.tracking.runs import Memory, Series, config_of, offer, play
 
 
 class Failing(Memory):
-    """One that fails in the second round."""
-
     def add(self, round: int, values: Mapping[str, float]) -> None:
         if round == 2:
             raise OSError("no route to host\nand more")
 
 
 class Exiting(Memory):
-    """One that wants to end the process."""
-
     def begin(self, run: TrackedRun) -> Begun:
         raise SystemExit(3)
 
 
 class Hanging(Memory):
-    """One that never answers."""
-
     def begin(self, run: TrackedRun) -> Begun:
         threading.Event().wait()
         raise AssertionError
 
 
 class Informed(Memory):
-    """One that knows what it holds."""
-
     def begin(self, run: TrackedRun) -> Begun:
         begun = super().begin(run)
         return Begun(begun.id, max(self.runs[begun.id].get("round_seconds", {}), default=-1))
@@ -97,13 +89,6 @@ def test_a_killed_run_continues_its_tracked_run_without_a_point_twice(tmp_path: 
     assert [(run.id, run.round) for run in Memory.seen] == [("", -1), ("run 0", 1)]
 
 
-def test_what_was_saved_but_not_sent_is_sent_from_the_log(tmp_path: Path, source: Path) -> None:
-    play(tmp_path / "run", source, config_of([]), 1, 2)
-    assert not (tmp_path / "run" / TRACKING).exists()
-    play(tmp_path / "run", source, config_of(["memory"]), 3, 4)
-    assert Memory.runs == {"run 0": expected(source, 4)}
-
-
 def test_a_tracker_that_knows_what_it_holds_is_believed(tmp_path: Path, source: Path) -> None:
     """A process that died between a round's values and the note that they were sent."""
     play(tmp_path / "run", source, config_of(["informed"]), 1, 2)
@@ -116,17 +101,6 @@ def test_a_run_that_goes_back_begins_a_new_tracked_run_with_all_its_rounds(tmp_p
     play(tmp_path / "run", source, config_of(["memory"]), 1, 3)
     play(tmp_path / "run", source, config_of(["memory"]), 2, 4)
     assert Memory.runs == {"run 0": expected(source, 3), "run 1": expected(source, 4)}
-
-
-def test_one_that_can_take_back_goes_back(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Memory, "TAKES_BACK", True)
-    play(tmp_path / "run", source, config_of(["memory"]), 1, 3)
-    for series in Memory.runs["run 0"].values():
-        for number in (2, 3):
-            series.pop(number, None)
-    play(tmp_path / "run", source, config_of(["memory"]), 2, 4)
-    assert Memory.runs == {"run 0": expected(source, 4)}
-    assert (Memory.seen[1].id, Memory.seen[1].round) == ("run 0", 1)
 
 
 def test_a_tracker_that_fails_is_said_once_and_the_others_go_on(tmp_path: Path, source: Path) -> None:
