@@ -1,6 +1,6 @@
 """Hash-chained JSON lines: each line's last field, `seal`, is a checksum of the line and of all lines before it.
 
-A line that was changed, removed, repeated or moved breaks the chain; only lines that are missing from the end do not.
+A line that was changed, removed, repeated or moved breaks the chain; only the removal of lines from the end does not.
 Other readers see plain JSON lines with one more field.
 """
 
@@ -49,12 +49,11 @@ def unsealed(line: bytes, before: str) -> tuple[bytes, str]:
 
 
 def is_sealed(line: bytes) -> bool:
-    """Whether a line ends with a seal, true or not."""
+    """Whether a line ends with a seal, valid or not."""
     return _SUFFIX.fullmatch(line[-_SUFFIX_BYTES:]) is not None
 
 
 def content_of(line: bytes) -> bytes:
-    """Returns a line without its seal, which may be false or missing."""
     return line[:-_SUFFIX_BYTES] + b"}" if is_sealed(line) else line
 
 
@@ -63,5 +62,4 @@ def _seal(content: bytes, before: str) -> str:
 
 
 def as_line(values: dict[str, object]) -> str:
-    """Returns values as a JSON object on one line."""
     return json.dumps(values, ensure_ascii=False, separators=(",", ":"))

@@ -1,7 +1,7 @@
 """The one error that FedGuild raises for anything its user can fix.
 
-Every message names the file or the setting, what was found, and what would be accepted. The
-command line prints it without a traceback; library users catch `FedGuildError`.
+Every message names the file or the setting, what was found, and what would be accepted. The command line prints it
+without a traceback; library users catch `FedGuildError`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StoppedError(FedGuildError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns a hint that names the known word nearest to `name` and lists the choices."""
+    """Returns a hint with the known word nearest to `name` and the list of choices."""
     choices = sorted(known)
     close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     meant = f"Did you mean '{close[0]}'? " if close else ""

@@ -18,7 +18,7 @@ PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 
 
 def make_folder(folder: Path) -> None:
-    """Creates a folder, and those above it that are missing, which only the user can enter.
+    """Creates a folder and its missing parents, accessible to the user only.
 
     Raises:
         FedGuildError: one of them cannot be created (a file is in its place, no permission).
@@ -38,10 +38,10 @@ def make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`; on success it is synced and renamed onto `path`.
+    """Yields a temporary path in the same folder as `path`; on success it is synced and renamed onto `path`.
 
-    On any error the temporary file is removed and `path` keeps its content. Only the user can read the file, as only
-    the user can enter the folders that are created for it.
+    On any error the temporary file is removed and `path` keeps its content. The file, and folders created for it, are
+    accessible to the user only.
 
     Raises:
         FedGuildError: the file cannot be written (disk full, no permission).
@@ -69,18 +69,15 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Writes `content` to `path` atomically."""
     with replacing(path) as temporary:
         temporary.write_bytes(content)
 
 
 def write_text(path: Path, content: str) -> None:
-    """Writes UTF-8 text to `path` atomically."""
     write_bytes(path, content.encode())
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes `value` as indented JSON to `path` atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
 

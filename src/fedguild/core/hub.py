@@ -1,4 +1,4 @@
-"""Access to the Hugging Face hub that gives up soon where there is no network, and then uses what was downloaded."""
+"""Access to the Hugging Face hub that fails fast without a network, and then uses what was downloaded before."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _log = logging.getLogger("fedguild")
 
 @lru_cache(maxsize=1)
 def reach_hub() -> bool:
-    """Returns whether the hub answers, after at most two attempts and one line about it; asks once per process.
+    """Whether the hub answers, after at most two attempts and one line about it; asks once per process.
 
-    If it does not, the process goes on offline: the libraries take what is in their caches, and do not try again and
-    again by themselves.
+    If it does not, the process goes offline: the libraries use their caches and do not retry on their own.
     """
     from huggingface_hub import constants, get_session
 
@@ -38,7 +37,7 @@ def reach_hub() -> bool:
 
 
 def _go_offline() -> None:
-    """Does in this process what the environment variable HF_HUB_OFFLINE=1 does in a new one."""
+    """Has the effect of the environment variable HF_HUB_OFFLINE=1, which is read at import only."""
     import datasets.config
     from huggingface_hub import constants
 

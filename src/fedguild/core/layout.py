@@ -1,4 +1,4 @@
-"""Names that several parts read and write: of clients, and of files in the folders of a run and of a server."""
+"""Shared names: of clients, and of files in the folders of a run and of a server."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ def client_name(index: int) -> str:
 
 
 def client_index(name: str) -> int | None:
-    """Returns the index in a client's name, 2 of `client-002`; None if it is no such name."""
+    """Returns the index in a client's name, 2 for `client-002`; None for other names."""
     number = name.removeprefix(_CLIENT)
     return int(number) if number != name and number.isdigit() else None

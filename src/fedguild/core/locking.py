@@ -1,6 +1,6 @@
-"""Exclusive use of a run's folder: one process at a time works on it, and the next one learns who that is.
+"""Exclusive use of a run's folder: one process at a time works on it, and others are told which.
 
-The lock is the operating system's (`filelock`), so that a killed process releases it, at whatever moment it was killed.
+The lock is the operating system's (`filelock`), so it is released when its process is killed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class Holder:
     """The process that works on a run's folder.
 
     Attributes:
-        pid: Its id.
         host: The name of its machine.
         since: When it began, ISO 8601 with the time zone.
         command: Its program and arguments.
@@ -44,7 +43,6 @@ class Holder:
 
     @classmethod
     def this_process(cls) -> Holder:
-        """Returns this process, from now on."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         return cls(os.getpid(), socket.gethostname(), now, " ".join(_without_secrets(sys.argv))[:300])
 
@@ -53,13 +51,13 @@ class Holder:
 
 
 def _without_secrets(words: list[str]) -> list[str]:
-    """Returns a command line in which the token that Flower gives a process is not legible."""
+    """Masks the token that Flower gives a process in a command line."""
     return [words[0], *("***" if before == "--token" else word for before, word in itertools.pairwise(words))]
 
 
 @contextlib.contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Holds the exclusive lock of a run's folder, which is created if absent and removed again if nothing came of it.
+    """Holds the exclusive lock of a run's folder, which is created if absent and removed again if it stays empty.
 
     Raises:
         CheckpointError: another process holds it; the message names it and says since when.
@@ -88,7 +86,7 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def holder(folder: Path) -> Holder | None:
-    """Returns the process that works on a run's folder; None if there is none, or it does not say who it is."""
+    """Returns the process that works on a run's folder; None if there is none, or it left no description."""
     if not (folder / LOCK).exists():
         return None
     lock = FileLock(folder / LOCK, timeout=0, mode=PRIVATE_FILE)

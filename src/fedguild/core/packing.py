@@ -1,7 +1,7 @@
 """Serialisation of named tensors and scalars: the one format of uploads, client memory and checkpoints.
 
-The bytes are a safetensors file whose metadata holds the scalars as JSON under one key. The same
-content gives the same bytes, in whatever order it was inserted. Nothing is pickled.
+The bytes are a safetensors file whose metadata holds the scalars as JSON under one key. Equal content gives equal
+bytes, whatever the order of insertion. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def views(data: Any) -> dict[str, Tensor]:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Returns the bytes of a tensor's values, the header not counted."""
+    """Returns the bytes of a tensor's values, without the header."""
     return tensor.numel() * tensor.element_size()
 
 
@@ -142,11 +142,11 @@ _HEADER: TypeAdapter[dict[str, _Entry]] = TypeAdapter(dict[str, _Entry])
 
 
 def _checked_header(data: bytes) -> dict[str, str]:
-    """Returns the metadata of a safetensors file whose header is of the form that `pack` writes.
+    """Returns the metadata of a safetensors file whose header has the form that `pack` writes.
 
     Raises:
-        FedGuildError: it is not; safetensors and torch would raise whatever they meet first, or ask for more memory
-            than there is.
+        FedGuildError: it has not; safetensors and torch would raise arbitrary errors, or ask for more memory than there
+            is.
     """
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if length > len(data) - _LENGTH_BYTES:

@@ -50,7 +50,7 @@ class Payload:
 
 
 def with_part(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns `tensors` under `name/…`, ready to go into a payload."""
+    """Adds the prefix `name/` to the names of tensors."""
     return {f"{name}/{key}": value for key, value in tensors.items()}
 
 

@@ -1,6 +1,6 @@
-"""Discovery of the methods, corpora, metrics and model families that ship with FedGuild or come from other packages.
+"""Discovery of methods, corpora, metrics and model families, built in or from other packages.
 
-A plug-in that ships is a module or sub-package of the package of its kind, named after its file. One of another package
+A built-in plug-in is a module or sub-package of the package of its kind, named after its file. One of another package
 is an entry point in the group of its kind, which names a module that defines the attribute of its kind (`SPEC` of a
 corpus), or the object itself:
 
@@ -8,7 +8,7 @@ corpus), or the object itself:
     poems = "verses.poems"
     odes = "verses.poems:ODES"
 
-Listing imports nothing: titles are read from the source. A plug-in that cannot be used is reported by itself and does
+Listing imports nothing: titles are read from the source. A plug-in that cannot be used is reported on its own and does
 not affect the others.
 """
 
@@ -68,13 +68,13 @@ class Plugins(Generic[T]):
 
     Attributes:
         noun: The kind in messages, for example `corpus`.
-        package: The package whose modules are the plug-ins that ship.
+        package: The package whose modules are the built-in plug-ins.
         group: The entry-point group of other packages' plug-ins.
         accept: Called with a plug-in's name and the loaded object; returns the plug-in, or raises an exception whose
-            message gives the reason why the object is not one.
+            message says why the object is not one.
         attribute: The attribute of a plug-in's module that is passed to `accept`. Modules of `package` that do not
             define it are not plug-ins. If empty, every module whose name does not begin with `_` is one, and `accept`
-            gets the module.
+            receives the module.
         dashes: Whether `_` in a file name becomes `-` in the plug-in's name.
     """
 
@@ -86,15 +86,12 @@ class Plugins(Generic[T]):
     dashes: bool = False
 
     def found(self) -> tuple[Found, ...]:
-        """Returns every plug-in; see `discover`."""
         return discover(self.package, self.group, attribute=self.attribute, dashes=self.dashes)
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the names of plug-ins without a known fault, in alphabetical order."""
         return iter(sorted(plugin.name for plugin in self.found() if not plugin.fault))
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is a plug-in of this name, usable or not."""
         return any(plugin.name == name for plugin in self.found())
 
     def load(self, name: str) -> T:
@@ -134,9 +131,9 @@ class Plugins(Generic[T]):
 
 
 def discover(package: str, group: str, *, attribute: str = "", dashes: bool = False) -> tuple[Found, ...]:
-    """Returns the plug-ins of one kind, those that ship first, then by name, without importing any.
+    """Returns the plug-ins of one kind, built-in ones first, then by name, without importing any.
 
-    The parameters are the attributes of `Plugins`. A plug-in that ships keeps its name; if two other packages use the
+    The parameters are the attributes of `Plugins`. A built-in plug-in keeps its name; if two other packages use the
     same name, neither is used. Both cases are recorded in `fault`. The search runs once per `sys.path`: packages
     installed later are found by the next process.
     """
@@ -168,7 +165,7 @@ def _shipped(package: str, attribute: str, dashes: bool) -> Iterator[Found]:
 
 
 def _installed(group: str) -> Iterator[Found]:
-    """Yields a group's entry points: `importlib.metadata.entry_points`, but for broken distributions.
+    """Yields a group's entry points, as `importlib.metadata.entry_points` does, but copes with broken distributions.
 
     `entry_points` raises for all distributions if the file of one, even an unrelated one, cannot be parsed.
     """
@@ -197,7 +194,7 @@ def _installed(group: str) -> Iterator[Found]:
 
 
 def _spec(module: str) -> ModuleSpec | None:
-    """Returns the spec from which a module would be imported; `find_spec` alone would import its parents."""
+    """Returns the spec of a module without importing its parents, which `find_spec` would do."""
     root, *rest = module.split(".")
     try:
         spec = find_spec(root)
@@ -210,7 +207,6 @@ def _spec(module: str) -> ModuleSpec | None:
 
 
 def _source(module: str) -> str | None:
-    """Returns a module's source; None if there is none that compiles."""
     loader: Any = getattr(_spec(module), "loader", None)
     try:
         source = loader.get_source(module) or ""

@@ -26,7 +26,7 @@ class Progress(Protocol):
         ...
 
     def message(self, text: str) -> None:
-        """Something worth a line of its own, for example a rejected upload."""
+        """Something worth a line, for example a rejected upload."""
         ...
 
 
@@ -53,7 +53,7 @@ class Note(Protocol):
     """Takes an event and what is known about it, as JSON values."""
 
     def __call__(self, event: str, **values: Any) -> None:
-        """Takes one."""
+        """Records an event."""
         ...
 
 

@@ -22,8 +22,6 @@ def write_sealed(path: Path, content: bytes, *, aligned: bool = False) -> None:
     """Writes `content` under its checksum, atomically.
 
     Args:
-        path: The file.
-        content: What to write.
         aligned: Whether `map_sealed` is to map it.
 
     Raises:
@@ -54,9 +52,7 @@ def read_sealed(path: Path) -> bytes:
 
 
 def map_sealed(path: Path) -> tuple[memoryview, bytes]:
-    """Returns the content of an aligned file as pages that the system can drop and read again, and its SHA-256.
-
-    A file that is not aligned is read into memory.
+    """Returns the content of an aligned file, memory-mapped, and its SHA-256; other files are read into memory.
 
     Raises:
         CheckpointError: as `read_sealed`.
@@ -77,7 +73,7 @@ def map_sealed(path: Path) -> tuple[memoryview, bytes]:
 
 
 def remove_leftovers(folder: Path, *, below: bool = False) -> None:
-    """Removes half-written files of a killed process from `folder`, and from all folders below it if asked to."""
+    """Removes half-written files of a killed process from `folder`, and with `below` from all folders below it."""
     for leftover in (folder.rglob if below else folder.glob)(".*.part"):
         leftover.unlink(missing_ok=True)
 

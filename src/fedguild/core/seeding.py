@@ -1,8 +1,8 @@
 """Randomness as an argument: every generator derives from (seed, *purpose).
 
-A result therefore does not depend on the engine, on the order of the clients, or on what else
-drew random numbers before. No global generator is read or set anywhere in the package, except to sample text
-(`fedguild.runs.api.generating`), since transformers' `generate` takes no generator.
+A result therefore does not depend on the engine, on the order of the clients, or on earlier random draws. No global
+generator is read or set anywhere in the package, except to sample text (`fedguild.runs.api.generating`), because
+transformers' `generate` takes no generator.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ def derive(seed: int, *purpose: str | int) -> int:
 
 
 def numpy_rng(seed: int, *purpose: str | int) -> np.random.Generator:
-    """Returns a NumPy generator for a purpose."""
     return np.random.default_rng(derive(seed, *purpose))
 
 
@@ -36,7 +35,7 @@ def torch_rng(seed: int, *purpose: str | int) -> torch.Generator:
 
 
 def new_seed(rng: torch.Generator) -> int:
-    """Returns a seed that a run draws once, for the later random draws of its clients."""
+    """Draws a seed once per run, for later random draws of its clients."""
     import torch
 
     return int(torch.randint(2**62, (), generator=rng))

@@ -1,4 +1,4 @@
-"""Reader of a file that another process appends lines to."""
+"""Reader of a file to which another process appends lines."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ CHUNK_BYTES = 1 << 22
 class Tail:
     """The complete lines of a growing file, each once; a line without its newline is left for later.
 
-    A file that was replaced, or became shorter, is read again from its beginning. One that was removed is read to its
-    end first.
+    A file that was replaced, or became shorter, is read again from its beginning; a removed one is first read to its
+    end.
 
     Args:
         path: The file; it need not exist yet.
@@ -25,9 +25,9 @@ class Tail:
         self._rest = b""
 
     def read(self) -> tuple[list[bytes], bool]:
-        """Returns the next lines, at most `CHUNK_BYTES` of them, and whether they are those of a new file.
+        """Returns the next lines, at most `CHUNK_BYTES` of them, and whether they belong to a new file.
 
-        Where they are, everything that was read before no longer holds.
+        If they do, everything that was read before is void.
         """
         began = False
         if self._file is not None and self._is_replaced() and not self._unread():
@@ -44,7 +44,6 @@ class Tail:
         return whole.split(b"\n") if newline else [], began
 
     def close(self) -> None:
-        """Closes the file; the next `read` begins anew."""
         if self._file is not None:
             os.close(self._file)
         self._file, self._place, self._rest = None, 0, b""
@@ -54,7 +53,7 @@ class Tail:
         return max(0, os.fstat(self._file).st_size - self._place)
 
     def _is_replaced(self) -> bool:
-        """Whether the path leads to another file by now, or to the same one with less in it than was read."""
+        """Whether the path now leads to another file, or to the same file with less content than was read."""
         assert self._file is not None
         ours = os.fstat(self._file)
         try:

@@ -1,4 +1,4 @@
-"""Text that comes from a peer, made fit for a terminal and a log."""
+"""Sanitizing of text from a peer for a terminal and a log."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def is_plain(text: str) -> bool:
-    """Returns whether a text is without control characters."""
     return not any(unicodedata.category(character) in _HIDDEN for character in text)
 
 
 def printable(text: str, longest: int = LONGEST) -> str:
     """Returns a peer's text on one line, without control characters, cut to `longest` characters.
 
-    What is left cannot move a terminal's cursor, end a line or reverse the writing; it may still lie.
+    The result cannot move a terminal's cursor, end a line or reverse the writing direction; its content is still
+    untrusted.
     """
     shown = "".join(character if is_plain(character) else " " for character in text[:longest])
     return " ".join(shown.split()) + ("…" if len(text) > longest else "")

@@ -64,7 +64,6 @@ def obstacle(model: ModelInfo, deployment: Deployment) -> str:
 
 
 def require_carried(model: ModelInfo, deployment: Deployment) -> None:
-    """Raises ModelError where an adapter alone cannot carry a deployment."""
     missing = obstacle(model, deployment)
     if missing:
         raise ModelError(
@@ -77,7 +76,7 @@ def write_adapter(
 ) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors` into a folder.
 
-    What a run merged into the backbone becomes a part of the adapter, which gets the summed rank.
+    What a run merged into the backbone becomes part of the adapter, which gets the summed rank.
 
     Args:
         folder: Where to write; it must exist.
@@ -94,7 +93,6 @@ def write_adapter(
 
 
 def peft_config(model: ModelInfo, plan: AdapterPlan, *, base: str, revision: str | None = None) -> dict[str, Any]:
-    """Returns the content of `adapter_config.json`."""
     weights = adapted_weights(model, plan)
     linears = [name for name in weights if not _is_parameter(model, name)]
     modules = [_in_layer(module) for name in linears for module in _modules(model, name)]
@@ -121,8 +119,8 @@ def peft_config(model: ModelInfo, plan: AdapterPlan, *, base: str, revision: str
 def peft_tensors(model: ModelInfo, deployment: Deployment) -> dict[str, Tensor]:
     """Returns the content of `adapter_model.safetensors`, fp32.
 
-    Experts' factors are two-dimensional in peft: A [M·R, in] with the expert slowest, B [out, R·M]
-    with the expert fastest.
+    Experts' factors are two-dimensional in peft: A [M·R, in] with the expert slowest, B [out, R·M] with the expert
+    fastest.
     """
     tensors: dict[str, Tensor] = {}
     for weight, modules in adapted_weights(model, deployment.plan).items():
@@ -141,14 +139,14 @@ def peft_tensors(model: ModelInfo, deployment: Deployment) -> dict[str, Tensor]:
 
 
 def _modules(model: ModelInfo, weight: str) -> list[str]:
-    """Returns the linear layers that a weight is in transformers: one, or one for each expert."""
+    """Returns the linear layers of a weight in transformers: one, or one for each expert."""
     return published_modules(model, weight) or [weight.removesuffix(".weight")]
 
 
 def _is_parameter(model: ModelInfo, weight: str) -> bool:
     """Whether peft must reach a weight through `target_parameters`.
 
-    Routers and experts are not linear layers in transformers, unless their family says so. The MLPs beside them (shared
+    Routers and experts are not linear layers in transformers, unless their family says so. The other MLPs (shared
     experts, dense layers) are, but peft takes the names of their projections for the experts'
     (`utils/transformers_weight_conversion.py`, `_MOE_TARGET_MODULE_MAPPING`).
     """
@@ -159,15 +157,15 @@ def _is_parameter(model: ModelInfo, weight: str) -> bool:
 def _wrapper(weight: str) -> str:
     """Returns the path of peft's wrapper around a weight.
 
-    The wrappers of a module's parameters are nested in the order of the parameters, so that of
-    `gate_up_proj` lies inside that of `down_proj`.
+    The wrappers of a module's parameters are nested in the order of the parameters, so that of `gate_up_proj` lies
+    inside that of `down_proj`.
     """
     module, leaf = weight.rsplit(".", 1)
     return f"{module}.base_layer" if leaf == "gate_up_proj" else module
 
 
 def _in_layer(weight: str) -> str:
-    """Returns a weight's name from its layer on, by which peft finds it in every layer."""
+    """Returns a weight's name within its layer, by which peft finds it in every layer."""
     return re.sub(r"^.*?\.\d+\.", "", weight)
 
 

@@ -24,11 +24,10 @@ class Origin:
         round: The round after which the model was taken.
         budget: The name of the budget whose active experts the model runs.
         base: The base model as the config names it.
-        base_code: The base model as a Python expression that `from_pretrained` takes; `folder`
-            is the exported folder.
-        hub_id: The base model on the hub; empty where it is a folder.
+        base_code: The base model as a Python expression that `from_pretrained` takes; `folder` is the exported folder.
+        hub_id: The base model on the hub; empty if it is a folder.
         client: The client whose own model it is; empty for the global one.
-        privacy: What differential privacy its clients were promised; empty for none.
+        privacy: The differential privacy promised to its clients; empty for none.
     """
 
     run: str
@@ -43,12 +42,10 @@ class Origin:
 
     @property
     def owner(self) -> str:
-        """Owner of the model, for the title."""
         return self.client or f"budget {self.budget}"
 
 
 def adapter_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
-    """Returns the README of a PEFT adapter folder."""
     auto_class = _auto_class(model)
     load = (
         "from peft import PeftModel",
@@ -61,7 +58,6 @@ def adapter_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> st
 
 
 def per_expert_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
-    """Returns the README of an adapter folder with a key for every expert."""
     rank = deployment.plan.lora.rank
     load = (
         "from vllm import LLM",
@@ -76,7 +72,6 @@ def per_expert_card(origin: Origin, model: ModelInfo, deployment: Deployment) ->
 
 
 def code_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
-    """Returns the README of a checkpoint with the method's own modelling code."""
     load = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
@@ -88,7 +83,6 @@ def code_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
 
 
 def merged_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
-    """Returns the README of a merged checkpoint."""
     facts = _facts(origin, model, deployment)
     scales = output_scales(model, deployment).values()
     if any(scale != 1.0 for scale in scales):

@@ -1,4 +1,4 @@
-"""A model whose method acts beside the weights, as a folder with its own modelling code.
+"""A model whose method acts in addition to the weights, as a folder with its own modelling code.
 
 The folder is a merged checkpoint with further tensors, and `modeling_fedguild.py`, the stand-alone file of the method's
 part (`AdapterPart.standalone`). Plain transformers load it with `trust_remote_code=True`; FedGuild is not needed.
@@ -21,7 +21,7 @@ _BASE = "from transformers import PreTrainedModel as Base\n"
 
 
 def standalone_of(backbone: Backbone, deployment: Deployment) -> tuple[AdapterPart, Standalone] | None:
-    """Returns the part of a deployment that acts beside the weights, with its stand-alone form; None without that.
+    """Returns the part of a deployment that the weights cannot hold, with its stand-alone form; None if there is none.
 
     There is none for several such parts, for a part without stand-alone code, and for an encoder-decoder model.
     """

@@ -22,11 +22,10 @@ def require_new(path: Path) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Yields a temporary folder beside `path`; on success it is renamed to `path`, else removed.
+    """Yields a temporary folder in the same place as `path`; on success it is renamed to `path`, else removed.
 
     Raises:
-        FedGuildError: `path` exists and is not empty, or cannot be written (disk full, no
-            permission).
+        FedGuildError: `path` exists and is not empty, or cannot be written (disk full, no permission).
     """
     require_new(path)
     temporary: Path | None = None
@@ -48,7 +47,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 
 def _mode_of_new_folders(folder: Path) -> int:
-    """Returns the permissions that this process gives new folders; a temporary folder's are 0700 whatever they are."""
+    """Returns the permissions that this process gives new folders; temporary folders always have 0700."""
     probe = folder / ".mode"
     probe.mkdir()
     mode = probe.stat().st_mode & 0o777

@@ -1,7 +1,7 @@
 """A deployment attached to its backbone: the transformers model itself, with adapters and routing, that generates.
 
-`SlotModel` attaches the deployment as the only slot. What remains is to tell the hooks, at every forward pass, which
-tokens are padding, and, where two adapters run side by side (PFL-MoE), to run every row twice.
+`SlotModel` attaches the deployment as the only slot. This module tells the hooks, at every forward pass, which tokens
+are padding, and runs every row twice if two adapters run in parallel (PFL-MoE).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _NO_LABEL = -100
 
 
 def attached(backbone: Backbone, deployment: Deployment) -> Any:
-    """Returns the backbone's model with a deployment attached to it for good.
+    """Returns the backbone's model with a deployment attached to it permanently.
 
-    It is called, generates and is scored as any model of transformers. Its tokenizer is `model.tokenizer`. Where the
-    method mixes the logits of two adapters by a gate that looks at the prompt, the gate sees the whole row in a pass
+    It is called, generates and is scored like any model of transformers. Its tokenizer is `model.tokenizer`. If the
+    method mixes the logits of two adapters by a gate that reads the prompt, the gate sees the whole row in a pass
     without a cache, and the prompt alone in `generate`.
 
     Args:
@@ -62,7 +62,7 @@ def attached(backbone: Backbone, deployment: Deployment) -> Any:
 
 
 def _described(slots: SlotModel, forward: Callable[..., Any], front: int) -> Callable[..., Any]:
-    """Returns `_Described` as a function with the signature of `forward`, which `generate` looks at."""
+    """Wraps `_Described` in a function with the signature of `forward`, which `generate` inspects."""
     described = _Described(slots, forward, front)
 
     @wraps(forward)
@@ -76,7 +76,6 @@ class _Described:
     """A model's forward pass, or that of its encoder or decoder, which first describes the pass to the hooks.
 
     Args:
-        slots: The deployment, attached.
         front: Positions that a soft prompt puts in front of every row.
     """
 
@@ -114,7 +113,7 @@ class _Described:
         return output
 
     def _with_front(self, named: dict[str, Any], begins: bool) -> dict[str, Any]:
-        """Returns the arguments of a pass whose rows have, or had when they began, the soft prompt in front."""
+        """Returns the arguments of a pass whose rows start, in this pass or an earlier one, with the soft prompt."""
         front, ids = self._front, named["input_ids"]
         mask = named.get("attention_mask")
         if begins:
@@ -134,9 +133,9 @@ class _Described:
 
 
 def _mask(given: Any, rows: int, tokens: int) -> Tensor | None:
-    """Returns [R, T] bool, False for padding; None where every token of the pass is real.
+    """Returns [R, T] bool, False for padding; None if every token of the pass is real.
 
-    With a cache the mask covers the tokens before, too: the last T columns are those of the pass.
+    With a cache the mask also covers earlier tokens: its last T columns are those of the pass.
     """
     if not isinstance(given, Tensor) or given.dim() != 2 or len(given) != rows:
         return None
@@ -149,7 +148,7 @@ def _cached_tokens(cache: Any) -> int:
 
 
 def _look_at_prompts(slots: SlotModel, ids: Tensor, mask: Tensor | None) -> None:
-    """Lets the parts of the slots see the rows of a pass, before it is run twice."""
+    """Lets the slots' parts read the rows of a pass, before it is run twice."""
     slots.widen(_rows(ids, torch.ones_like(ids, dtype=torch.bool) if mask is None else mask))
 
 
@@ -166,12 +165,12 @@ def _front(slots: SlotModel) -> int:
 
 
 def _twice(value: Any, rows: int) -> Any:
-    """Returns a tensor with its rows repeated after the last; anything that has no rows as it is."""
+    """Returns a tensor with its rows repeated after the last; anything without rows is returned unchanged."""
     return torch.cat([value, value]) if isinstance(value, Tensor) and value.dim() > 1 and len(value) == rows else value
 
 
 def _refuse_to_save(*_: Any, **__: Any) -> None:
-    """Raises ModelError: the weights alone would be saved, without what is attached."""
+    """Raises ModelError: only the weights would be saved, without the adapter."""
     raise ModelError(
         "Saving this model would leave out what FedGuild attached to it.",
         "Export it: `fedguild export RUN --budget NAME --output FOLDER`.",

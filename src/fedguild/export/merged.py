@@ -1,10 +1,9 @@
 """A deployment merged into its backbone: a complete Hugging Face checkpoint that does not need FedGuild.
 
-Every adapted weight becomes s (W + C + scale · BA + D), computed in fp32 and cast to the backbone's
-dtype, where C are the low-rank changes that the run merged into the backbone, D is the change of what
-is trained in full (experts, routers), and s, the output scale of the layer, applies to the experts' down
-projection only. The weights are merged, converted to the names of
-the model's hub repository and written one after the other; the backbone itself stays as it is.
+Every adapted weight becomes s (W + C + scale · BA + D), computed in fp32 and cast to the backbone's dtype. C are the
+low-rank changes that the run merged into the backbone, D is the change of what is trained in full (experts, routers),
+and s, the output scale of the layer, applies to the experts' down projection only. The weights are merged, converted to
+the names of the model's hub repository and written one after the other; the backbone itself does not change.
 """
 
 from __future__ import annotations
@@ -54,8 +53,8 @@ def write_merged(
         backbone: The model to merge into; not changed.
         deployment: The adapter, and the active experts for the config.
         shard_bytes: Size at which a new file of weights is started.
-        further: Tensors to write beside the weights, by name.
-        settings: Entries of the config beside the model's own.
+        further: Additional tensors to write, by name.
+        settings: Additional entries of the config.
 
     Raises:
         ModelError: the backbone's weights are quantised, or cannot hold what is trained.
@@ -80,7 +79,6 @@ def write_merged(
 
 
 def require_mergeable(backbone: Backbone) -> None:
-    """Raises ModelError where the backbone's weights are quantised."""
     require_unquantised(
         backbone.model,
         backbone.info.name,
@@ -106,12 +104,12 @@ def merged_weights(backbone: Backbone, deployment: Deployment) -> Iterator[tuple
 def _merged(
     weight: Tensor, adapted: Sequence[str], changed: Sequence[str], factor: float, deployment: Deployment
 ) -> Tensor:
-    """Returns factor · (W + scale · BA + D) in the weight's dtype; the weight itself where that is the same.
+    """Returns factor · (W + scale · BA + D) in the weight's dtype; the weight itself if it does not change.
 
     Args:
         weight: W, or W + C in fp32, [.., n·out, in], of n modules with a common input, their outputs stacked.
-        adapted: The modules, where they have LoRA; else empty.
-        changed: The modules, where they are trained in full; else empty.
+        adapted: The modules, if they have LoRA; else empty.
+        changed: The modules, if they are trained in full; else empty.
         factor: The layer's output scale, or 1.
     """
     if not adapted and not changed and factor == 1.0:
@@ -126,7 +124,6 @@ def _merged(
 
 
 def _published(backbone: Backbone, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Returns a weight of the backbone under the names of the model's hub repository."""
     if modules := published_modules(backbone.info, name):
         return ((f"{module}.weight", part) for module, part in zip(modules, weight.unbind(), strict=True))
     converted: dict[str, Tensor] = revert_weight_conversion(backbone.model, {name: weight})
@@ -145,7 +142,7 @@ def _write_config(folder: Path, backbone: Backbone, active_experts: int | None, 
 
 
 def _write_shards(folder: Path, weights: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
-    """Writes weights to `model.safetensors`, or to numbered shards with an index where there are several."""
+    """Writes weights to `model.safetensors`, or to several numbered shards with an index."""
     shards: list[list[str]] = []
     shard: dict[str, Tensor] = {}
     held_bytes = total_bytes = 0

@@ -98,7 +98,8 @@ def per_expert_config(
 def published_names(backbone: Backbone, weight: str, parts: int, experts: int) -> list[list[str]]:
     """Returns the linear layers on the hub that a weight consists of, [expert][part]; one expert if not stacked.
 
-    The names come from transformers' own conversion of the weights, given a tensor whose entries say where they are.
+    The names come from transformers' own conversion of the weights, applied to a tensor whose entries encode their
+    place.
 
     Args:
         parts: Number of modules whose outputs are stacked in it.

@@ -21,13 +21,13 @@ from fedguild.server.method import Deployment
 
 
 def adapted_weights(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[str, ...]]:
-    """Returns the name of every weight that LoRA adapts with the modules that it consists of."""
+    """Returns weight -> the modules that it consists of, for every weight with LoRA."""
     lora = plan.part(Lora)
     return _weights_with("lora_A", model, lora.shapes(model) if lora else ())
 
 
 def changed_weights(model: ModelInfo, plan: AdapterPlan) -> dict[str, tuple[str, ...]]:
-    """Returns the name of every weight W that becomes W + D with the modules that it consists of.
+    """Returns weight -> the modules that it consists of, for every weight W that becomes W + D.
 
     D is `{module}.delta`, of the module's own shape: linear layers, experts and routers trained in full.
     """
@@ -43,12 +43,12 @@ def published_modules(model: ModelInfo, weight: str) -> list[str]:
 
 
 def beyond_weights(plan: AdapterPlan) -> list[str]:
-    """Returns the parts of a plan that the backbone's weights cannot hold, by name: they act beside them."""
+    """Returns the names of a plan's parts that the backbone's weights cannot hold."""
     return [type(part).__name__ for part in plan.parts if not part.folds_into_weights]
 
 
 def folded(deployment: Deployment) -> Deployment:
-    """Returns a deployment whose product B R A is one of two factors: B and R A, computed in fp32.
+    """Returns a deployment whose product B R A is stored as two factors: B and R A, computed in fp32.
 
     Returned unchanged if there is no factor in the middle.
     """
@@ -62,24 +62,23 @@ def folded(deployment: Deployment) -> Deployment:
 
 
 def _weights_with(leaf: str, model: ModelInfo, adapter: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """Returns the name of every weight whose modules have a `{module}.{leaf}` in the adapter, with its modules."""
+    """Returns weight -> its modules, for every weight whose modules have a `{module}.{leaf}` in the adapter."""
     names = set(adapter)
     return {weight: modules for weight, modules in weight_modules(model).items() if f"{modules[0]}.{leaf}" in names}
 
 
 def is_dense(deployment: Deployment) -> bool:
-    """Whether some of what is merged is no longer there as factors."""
+    """Whether some of the merged changes no longer exist as factors."""
     return any(name.endswith(f".{CHANGE}") for name in deployment.merged)
 
 
 def summed_rank(deployment: Deployment) -> int:
-    """Returns the rank of an adapter that holds what is merged beneath it too; nothing of that `is_dense`."""
+    """Returns the rank of an adapter that also holds what is merged beneath it; dense changes have none."""
     changed = _pairs(deployment).values()
     return deployment.plan.lora.rank + max((sum(down.shape[-2] for down, _ in pairs) for pairs in changed), default=0)
 
 
 def _pairs(deployment: Deployment) -> dict[str, list[Factors]]:
-    """Returns module -> the factors of its changes."""
     found = changes(deployment.merged).items()
     return {module: [each for each in each_change if not isinstance(each, Tensor)] for module, each_change in found}
 
@@ -93,9 +92,9 @@ def merged_beyond(deployment: Deployment) -> list[str]:
 def in_one_adapter(deployment: Deployment) -> Deployment:
     """Returns a deployment without merged changes, whose adapter holds them: of the summed rank, with scale 1.
 
-    A factor in the adapter's middle is folded first. The ranks of the adapter, its scale in B, come before
-    those of the changes; a module with fewer ranks than another is padded with zeros. The model is the
-    same, up to rounding, unless `merged_beyond` names modules.
+    A factor in the adapter's middle is folded first. The ranks of the adapter, its scale in B, come before those of the
+    changes; a module with fewer ranks than another is padded with zeros. The model is the same, up to rounding, unless
+    `merged_beyond` names modules.
     """
     deployment = folded(deployment)
     if not deployment.merged:

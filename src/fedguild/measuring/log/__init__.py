@@ -1,1 +1,1 @@
-"""A run's folder: `records` are its lines, `activity` its events; `folder` reads one run, `index` a line of many."""
+"""A run's folder: `records` and `activity` are its logs; `folder` reads one run, `index` a line for each of many."""

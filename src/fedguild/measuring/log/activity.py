@@ -1,7 +1,7 @@
-"""Log of a run's activity: events with their times in `activity.jsonl`, for whoever watches the run.
+"""Log of a run's activity: events with their times in `activity.jsonl`, for live views of the run.
 
-The file is no part of the run's state. Nothing reads it to go on, results do not depend on it, and a run whose events
-cannot be written goes on without them. What differential privacy withholds from the terminal is withheld here, too.
+The file is not part of the run's state. Nothing reads it to resume, results do not depend on it, and a run whose events
+cannot be written goes on without them. What differential privacy withholds from the terminal is also withheld here.
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ class ActivityLog:
         self.path = folder / self.FILE
 
     def append(self, event: str, **values: Any) -> None:
-        """Writes an event with the time, seconds since 1970; does nothing if it cannot be written."""
         line = json.dumps({"time": round(time.time(), 3), "event": event, **values}, ensure_ascii=False)
         with contextlib.suppress(OSError):
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
@@ -51,7 +50,7 @@ class ActivityLog:
                 os.close(file)
 
     def last_ending(self) -> tuple[str, str] | None:
-        """Returns how the run last ended, with the reason; None if it has not, or does not say."""
+        """Returns how the run last ended, with the reason; None if it has not ended, or the log does not say."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
@@ -61,7 +60,7 @@ class ActivityLog:
             return None
 
     def end_line(self) -> None:
-        """Ends a line that a killed process left incomplete, so that the next event is not part of it."""
+        """Ends a line that a killed process left incomplete, so that the next event does not become part of it."""
         with contextlib.suppress(OSError), open(self.path, "r+b") as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
@@ -70,29 +69,22 @@ class ActivityLog:
 
 
 class NotedProgress:
-    """A `Progress` that writes what it is told as events, and passes it on.
-
-    Args:
-        progress: Who else is told.
-        note: Takes the events.
-    """
+    """A `Progress` that writes its calls as events, and passes them on."""
 
     def __init__(self, progress: Progress, note: Note) -> None:
         self._progress, self._note = progress, note
         self._next_step = 0.0
 
     def stage(self, text: str) -> None:
-        """Writes the stage."""
         self._note("stage", text=text)
         self._progress.stage(text)
 
     def round_started(self, number: int, total: int) -> None:
-        """Writes the round."""
         self._note("round", round=number, rounds=total)
         self._progress.round_started(number, total)
 
     def step(self, done: int, total: int, loss: float) -> None:
-        """Writes the step, unless the one before was a moment ago."""
+        """Writes the step, unless the previous one was a moment ago."""
         now = time.monotonic()
         if now >= self._next_step or done == total:
             self._next_step = now + STEP_SECONDS
@@ -100,12 +92,10 @@ class NotedProgress:
         self._progress.step(done, total, loss)
 
     def evaluated(self, scores: Mapping[str, float]) -> None:
-        """Writes the scores."""
         self._note("scores", scores={name: score for name, score in scores.items() if math.isfinite(score)})
         self._progress.evaluated(scores)
 
     def message(self, text: str) -> None:
-        """Writes the message."""
         self._note("message", text=text)
         self._progress.message(text)
 
@@ -116,8 +106,8 @@ def noted(folder: Path, progress: Progress | None, marker: str) -> Iterator[Note
 
     Args:
         folder: The run's folder; its lock is held.
-        progress: Who else is told.
-        marker: The file that marks the folder as a run's. If there is none at the end, nothing is left of the events.
+        progress: Receives all calls as well.
+        marker: The file that marks the folder as a run's. If it is missing at the end, the events are removed.
     """
     log = ActivityLog(folder)
     log.end_line()

@@ -46,9 +46,7 @@ class BudgetFacts:
     """A column of the tables: a tier of compute as it was evaluated.
 
     Attributes:
-        name: The tier's name.
-        active_experts: Active experts per token in the evaluation; None where it is not recorded or
-            the model is dense.
+        active_experts: Active experts per token in the evaluation; None if it is not recorded or the model is dense.
         rank: LoRA rank that the tier can train.
         inference_flops_per_token: Forward FLOPs for a token, adapters merged.
     """
@@ -60,9 +58,9 @@ class BudgetFacts:
 
 
 class Described:
-    """A run as its config describes it; what the config does not say is empty or 0.
+    """A run as its config describes it; what the config lacks is empty or 0.
 
-    `model` is the backbone's path, `data` the corpus; `name` is the folder's where the config has none.
+    `model` is the backbone's path, `data` the corpus; `name` is the folder's if the config has none.
     """
 
     folder: Path
@@ -126,14 +124,14 @@ class Run(Described):
         folder: Where it was read from.
         config: The resolved config, as plain YAML values.
         environment: Versions and machine, as plain JSON values.
-        partition: The distribution of the data over the clients, where it was recorded.
+        partition: The distribution of the data over the clients, if it was recorded.
         rounds: Complete rounds, in order.
         clients: Local trainings, in order of writing.
         evaluations: Scores, in order of writing.
         routing: Expert activations, in order of writing.
         observations: Figures that the method itself reported, in order of writing.
-        privacy: What the clients had spent after each round, in order of writing; empty without differential privacy.
-        guarantee: What is protected, from whom and under which assumptions, in sentences; empty alike.
+        privacy: Privacy spent by the clients after each round, in order of writing; empty without differential privacy.
+        guarantee: What is protected, from whom and under which assumptions, in sentences; empty without it.
     """
 
     folder: Path
@@ -150,12 +148,11 @@ class Run(Described):
 
     @property
     def split(self) -> str:
-        """The split that the tables show: `test` where it was scored, else `validation`."""
+        """The split that the tables show: `test` if it was scored, else `validation`."""
         return "test" if any(record.split == "test" for record in self.evaluations) else "validation"
 
     @property
     def last_round(self) -> int:
-        """The last round with a score in the shown split; 0 is before training."""
         return max(record.round for record in self.evaluations if record.split == self.split)
 
     def until(self, round: int) -> Run:
@@ -195,7 +192,7 @@ class Run(Described):
         return sorted(points.items())
 
     def client_mean(self, scope: ClientScope, round: int) -> float | None:
-        """Returns the mean over clients of their models' scores; None where none was scored.
+        """Returns the mean over clients of their models' scores; None if none was scored.
 
         Clients count equally; one without examples does not count.
         """
@@ -238,7 +235,6 @@ class Run(Described):
 
     @property
     def last_routing(self) -> RoutingRecord | None:
-        """The expert activations of the last round that recorded them."""
         return max(self.routing, key=lambda record: record.round, default=None)
 
     def rejections(self) -> list[tuple[int, int, str]]:
@@ -285,7 +281,7 @@ def load_run(folder: Path, *, needs_scores: bool = True) -> Run:
     """Reads a run folder.
 
     Args:
-        needs_scores: Whether a run that has no score yet is refused; its tables and figures would be empty.
+        needs_scores: Whether to refuse a run that has no score yet, whose tables and figures would be empty.
 
     Raises:
         CheckpointError: the folder is not that of a run, a file of it is damaged, or it has no score yet.
@@ -319,11 +315,11 @@ def load_run(folder: Path, *, needs_scores: bool = True) -> Run:
 
 
 class FollowedRun(Described):
-    """A run that may be going on: its config and its records of some kinds, each read once.
+    """A run that may be in progress: its config and its records of some kinds, each read once.
 
     Args:
         folder: The run's folder; it need not exist yet.
-        kinds: The records.
+        kinds: The kinds of records.
     """
 
     def __init__(self, folder: Path, *kinds: type[Record]) -> None:
@@ -333,7 +329,7 @@ class FollowedRun(Described):
         self._config_stamp: tuple[int, int] | None = None
 
     def read_config(self) -> bool:
-        """Reads the config where it is new; returns whether it was."""
+        """Reads the config if it is new; returns whether it was."""
         path = self.folder / CONFIG
         try:
             status = path.stat()
@@ -348,7 +344,7 @@ class FollowedRun(Described):
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Returns the named values of a YAML or JSON file; none if there is no file.
+    """Returns the named values of a YAML or JSON file; empty if there is no file.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -366,7 +362,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_if_whole(path: Path) -> dict[str, Any]:
-    """Returns the named values of a file that another process may be writing; none while it cannot be read."""
+    """Returns the named values of a file that another process may be writing; empty if it cannot be read."""
     try:
         return read_mapping(path)
     except CheckpointError:

@@ -1,4 +1,4 @@
-"""The runs of a folder, a line for each: what the index page and the live page show of them."""
+"""The runs of a folder, one line each: the content of the index page and the live page."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ DEPTH = 4
 
 
 class RunSummary(FollowedRun):
-    """A run in a line, which may be going on.
+    """A run in one line; it may be in progress.
 
     Attributes:
-        how: How it stands.
+        how: Its standing.
         round: The last complete round.
         score: The last score: the mean over the budgets, or over the clients; None before the first.
-        before: The same before training.
+        before: The score before training.
         seconds: Wall time of its complete rounds.
     """
 
@@ -49,7 +49,7 @@ class RunSummary(FollowedRun):
         self.refresh()
 
     def refresh(self) -> bool:
-        """Reads what is new; returns False without a look into the files where none has changed."""
+        """Reads what is new; returns False without reading if no file has changed."""
         stamp = tuple(_stamp(self.folder / name) for name in (CONFIG, RunLog.FILE, ActivityLog.FILE, REPORT_FILE))
         busy = (self.folder / HOLDER).exists()
         if stamp == self._stamp and not busy and self.how.word != "running":
@@ -107,7 +107,7 @@ class RunSummary(FollowedRun):
 
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
-    """Returns the folders of runs below a folder, in the order of their names; the folder itself is none of them."""
+    """Returns the folders of runs below a folder, itself excluded, in the order of their names."""
     return list(_runs_below(folder, depth))
 
 
@@ -118,7 +118,7 @@ class GroupPage:
     Attributes:
         kind: `comparison` or `sweep`.
         name: The name of its folder.
-        place: Its folder, below the one that was searched; `.` for that itself.
+        place: Its folder, relative to the one that was searched; `.` for that itself.
         file: The name of its file.
     """
 
@@ -129,7 +129,7 @@ class GroupPage:
 
 
 def find_pages(folder: Path, runs: Iterable[Path]) -> list[GroupPage]:
-    """Returns the comparison's and sweep's pages in a folder and between it and runs below it, by their places."""
+    """Returns the pages of comparisons and sweeps in a folder and between it and runs below it, by place."""
     places = {folder}
     for run in runs:
         for parent in run.parents:
@@ -146,12 +146,11 @@ def find_pages(folder: Path, runs: Iterable[Path]) -> list[GroupPage]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a folder is that of a run, or of one that is just beginning."""
     return any((folder / name).is_file() for name in (CONFIG, ActivityLog.FILE, HOLDER))
 
 
 def read_plan(folder: Path) -> list[Mapping[str, Any]]:
-    """Returns the planned cells of a comparison's folder; none if it has no plan."""
+    """Returns the planned cells of a comparison's folder; empty if it has no plan."""
     try:
         cells = json.loads((folder / PLAN_FILE).read_text("utf-8"))["cells"]
         known = [cell for cell in cells if {"row", "column", "seed", "folder"} <= set(cell)]
@@ -173,7 +172,7 @@ def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _mean_of(budgets: Sequence[Mapping[int, float]], number: int) -> float | None:
-    """Returns the mean over the budgets after a round, as logs of earlier versions do not hold it; None without."""
+    """Returns the mean over the budgets after a round, which logs of earlier versions lack; None without scores."""
     scores = [by_round[number] for by_round in budgets if number in by_round]
     return fmean(scores) if scores else None
 

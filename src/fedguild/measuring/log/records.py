@@ -1,7 +1,7 @@
 """The log of a run: typed records, one JSON object per line of `metrics.jsonl`, written, read and followed.
 
 The lines are hash-chained (`fedguild.core.chained`): a line that was damaged, removed or moved is found when the log is
-read. Logs that 0.2.0 wrote have no seals, and are read as they are.
+read. Logs of 0.2.0 have no seals and are read without this check.
 
 Each record belongs to a round (0 is before training), so a resumed run can truncate the file after its last complete
 round and continue with the same lines as an uninterrupted run.
@@ -39,12 +39,7 @@ class _Row(BaseModel):
 
 
 class Rejection(_Row):
-    """An upload that was not aggregated.
-
-    Attributes:
-        client: Index of the client that sent it.
-        reason: The reason in one sentence.
-    """
+    """An upload that was not aggregated; `reason` is one sentence."""
 
     client: int
     reason: str
@@ -55,8 +50,7 @@ class StrayUpload(_Row):
 
     Attributes:
         round: The round that it belongs to.
-        client: Index of the client that sent it.
-        dropped: The reason why it was not aggregated; empty if it was, in the round of this record.
+        dropped: Why it was not aggregated; empty if it was, in the round of this record.
     """
 
     round: int
@@ -76,7 +70,7 @@ class RoundRecord(_Row):
         unneeded: Indices of the clients that the engine did not wait for because enough others had delivered.
         retried: Indices of the clients that were asked more than once.
         strays: Uploads that arrived late, twice or unrequested.
-        faults: What clients did wrong in a secure aggregation that the others could make good.
+        faults: Errors of clients in a secure aggregation that the others could repair.
     """
 
     kind: Literal["round"] = "round"
@@ -97,14 +91,14 @@ class ClientRecord(_Row):
     Attributes:
         active_experts: Active experts per token while training; 0 for a dense model.
         rank: LoRA rank while training.
-        examples: Number of the client's training examples; None where it is withheld for privacy.
-        steps: Optimizer steps; None alike.
-        tokens: Tokens of the batches, padding excluded; None alike.
-        train_loss: Mean loss over the steps, nats per response token; None alike.
+        examples: Number of the client's training examples; None if withheld for privacy.
+        steps: Optimizer steps; None if withheld, as below.
+        tokens: Tokens of the batches, padding excluded.
+        train_loss: Mean loss over the steps, nats per response token.
         upload_parts: Bytes of the upload's tensors by part, for example `adapter`.
-        training_flops: Floating-point operations of the local training; None alike.
+        training_flops: Floating-point operations of the local training.
         peak_memory_bytes: Peak memory of the client's cohort: allocated on a GPU, resident in the process on a CPU.
-        seconds: Wall time of the local training of the client's cohort; None alike.
+        seconds: Wall time of the local training of the client's cohort.
     """
 
     kind: Literal["client"] = "client"
@@ -126,14 +120,14 @@ class ClientRecord(_Row):
 
 
 class PrivacyRecord(_Row):
-    """What every client has spent of its privacy after a round.
+    """The privacy that every client has spent after a round.
 
     Attributes:
         unit: What is protected, `client` or `example`.
         delta: delta of the guarantees.
         clients: Indices of all clients.
-        epsilon: Of each of them, what it has spent since the run began.
-        noise_multiplier: Of each of them, sigma.
+        epsilon: Spent by each of them since the run began.
+        noise_multiplier: sigma of each of them.
         stopped: Those whose budget does not reach for another round.
     """
 
@@ -151,10 +145,10 @@ class TrafficRecord(_Row):
     """The bytes of a round under `federation.byte_limit`.
 
     Attributes:
-        planned_bytes: What it could have moved without further attempts, both ways.
-        round_bytes: What it moved, further attempts and late uploads included.
-        total_bytes: What the run has moved so far.
-        limit_bytes: What the run may move.
+        planned_bytes: What it could have transferred without further attempts, both ways.
+        round_bytes: What it transferred, further attempts and late uploads included.
+        total_bytes: What the run has transferred so far.
+        limit_bytes: What the run may transfer.
     """
 
     kind: Literal["traffic"] = "traffic"
@@ -204,7 +198,7 @@ class ObservationRecord(_Row):
 
     Attributes:
         rows: A label for each row of `values`.
-        columns: A label for each column; empty where a row has one value.
+        columns: A label for each column; empty if a row has one value.
         values: One list for each row.
         unit: The unit of the values; empty for a pure number.
     """
@@ -244,7 +238,6 @@ class RoutingRecord(_Row):
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> Self:
-        """Raises ValueError if an array's shape contradicts `clients`, `layers` or `experts`."""
         if len(self.frequency) != len(self.clients):
             raise ValueError(f"frequency has {len(self.frequency)} rows for {len(self.clients)} clients")
         for client in self.frequency:
@@ -264,8 +257,8 @@ class PartitionRecord(_Row):
         split: Split name -> [clients] examples of that split.
         dropped: Why examples of the source were left out -> how many.
         cut: How many of the clients' training `texts` lose a part of their `prompts` or `responses` to
-            `data.max_length`, and of the `scored_prompts` to that and `evaluation.max_new_tokens`; empty where the
-            texts are on other machines.
+            `data.max_length`, and of the `scored_prompts` to that and `evaluation.max_new_tokens`; empty if the texts
+            are on other machines.
     """
 
     labels: list[str]
@@ -276,7 +269,6 @@ class PartitionRecord(_Row):
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> Self:
-        """Raises ValueError if a client's row does not have one count per label."""
         for client, row in enumerate(self.counts):
             if len(row) != len(self.labels):
                 raise ValueError(f"client {client} has {len(row)} counts for {len(self.labels)} labels")
@@ -301,9 +293,6 @@ class RunLog:
     """The append-only `metrics.jsonl` of a run folder.
 
     A line that a killed process left incomplete is never read, and is dropped by the next append.
-
-    Args:
-        folder: The run folder; created by the first append.
     """
 
     FILE: ClassVar[str] = "metrics.jsonl"
@@ -314,7 +303,7 @@ class RunLog:
         """The length of the log after this object's last append, and the seal of its last line."""
 
     def append(self, *records: Record) -> None:
-        """Writes the records and waits until they are on the disk.
+        """Writes the records and waits until they are on disk.
 
         Raises:
             FedGuildError: they cannot be written (disk full, no permission); the earlier lines are kept.
@@ -347,12 +336,12 @@ class RunLog:
         return [record for record, _ in self._lines()]
 
     def follow(self, *kinds: type[Record]) -> FollowedLog:
-        """Returns a reader of the records of some kinds that the log has now and that are still to be written."""
+        """Returns a reader of the present and future records of some kinds."""
         return FollowedLog(self.path, kinds)
 
     @property
     def seal(self) -> str:
-        """The seal of the last line, which stands for the whole log."""
+        """The seal of the last line, which identifies the whole log."""
         if not self.path.exists():
             return chained.START
         with open(self.path, "rb", buffering=0) as stream:
@@ -363,8 +352,8 @@ class RunLog:
 
         Args:
             round: The last round whose records are kept.
-            seal: The log's seal after that round, if it is known; what was written after it is dropped too, such as the
-                scores of a run that was killed between them and their checkpoint as it ended early.
+            seal: The log's seal after that round, if it is known. Everything after it is dropped too, such as the
+                scores of a run that was killed after it ended early and before their checkpoint.
 
         Raises:
             CheckpointError: a complete line is damaged, or records of a kept round are missing from the end.
@@ -429,7 +418,7 @@ class RunLog:
 class FollowedLog:
     """The records of some kinds of a log that another process writes, each once.
 
-    Seals are not checked, and a damaged line is left out: `RunLog.read` names it.
+    Seals are not checked, and a damaged line is skipped: `RunLog.read` reports it.
     """
 
     def __init__(self, path: Path, kinds: Iterable[type[Record]]) -> None:
@@ -438,7 +427,7 @@ class FollowedLog:
         """What else a log holds (expert activations above all) may be most of it, and is not parsed."""
 
     def read(self) -> tuple[list[Record], bool]:
-        """Returns the next records, none if there is nothing new, and whether those that were read before are void."""
+        """Returns the next records, and whether those that were read before are void."""
         records: list[Record] = []
         began = False
         while not records:
@@ -453,7 +442,6 @@ class FollowedLog:
         return records, began
 
     def close(self) -> None:
-        """Closes the file; the next `read` begins anew."""
         self._tail.close()
 
 
@@ -489,5 +477,4 @@ def _drop_incomplete_line(stream: IO[bytes]) -> int:
 
 
 def _complete_length(content: bytes) -> int:
-    """Returns the length of the lines that end with a newline."""
     return content.rfind(b"\n") + 1

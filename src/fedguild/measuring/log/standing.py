@@ -1,4 +1,4 @@
-"""Standing of a run, read off its folder: waiting, running, ended, or gone without a word."""
+"""Standing of a run, read from its folder: waiting, running, ended, or gone without notice."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Standing:
     """How a run stands.
 
     Attributes:
-        word: In one word; `gone` is a run whose process has ended without saying so.
+        word: In one word; `gone` is a run whose process has ended without recording it.
         reason: The reason, or what is awaited; may be empty.
-        holder: Who works on the run, in words; empty if nobody does.
+        holder: The process that works on the run, in words; empty if there is none.
     """
 
     word: Word
@@ -49,9 +49,9 @@ def standing(folder: Path, ending: tuple[str, str] | None, last_round: int, roun
 
     Args:
         folder: The run's folder; it need not exist.
-        ending: The last ending among the run's events with its reason; None if there is none, or it went on since.
+        ending: The last ending among the run's events with its reason; None if there is none, or the run went on since.
         last_round: The last complete round.
-        rounds: The rounds that the config asks for; 0 if that is not known.
+        rounds: The rounds that the config asks for; 0 if unknown.
     """
     holder = _read_holder(folder)
     if holder is not None and is_alive(holder):

@@ -1,5 +1,5 @@
 """Differential privacy without a model: accounting, keyed noise, clipping, ledgers and the site's secret.
 
-What uses these: `client.private_training` (DP-SGD), `client.privacy_rules`, `server.private_mean` and
-`engines.private`. The decisions are in docs/decisions/0015-differential-privacy.md.
+Used by `client.private_training` (DP-SGD), `client.privacy_rules`, `server.private_mean` and `engines.private`. The
+decisions are in docs/decisions/0015-differential-privacy.md.
 """

@@ -1,12 +1,12 @@
-"""Accounting of what was released, by Google's `dp-accounting` and by nothing else.
+"""Accounting of releases, by Google's `dp-accounting` alone.
 
-A `Release` is translated into the library's events, and the library's accountants say what they cost. Gaussian noise,
-alone or on a Poisson sample, goes to the PLD accountant, under addition or removal of one unit. The same event holds
-where the number of units is fixed and one is replaced by one that contributes nothing ("zero-out": Kairouz et al.,
-"Practical and Private (Deep) Learning without Sampling or Shuffling", ICML 2021), as the sums are
-distributed alike. `noise_multiplier` is the noise over the largest change that one unit makes to the sum under the
-neighbouring relation; for one example replaced by another on a Poisson sample this event is no bound. Sampling
-without replacement is only in the RDP accountant, under replacement of one unit.
+A `Release` is translated into the library's events, and the library's accountants compute their cost. Gaussian noise,
+alone or on a Poisson sample, goes to the PLD accountant, under addition or removal of one unit. The same event holds if
+the number of units is fixed and one is replaced by one that contributes nothing ("zero-out": Kairouz et al., "Practical
+and Private (Deep) Learning without Sampling or Shuffling", ICML 2021), because the sums have the same distribution.
+`noise_multiplier` is the noise over the largest change that one unit makes to the sum under the neighbouring relation;
+for one example replaced by another on a Poisson sample this event is no bound. Sampling without replacement is
+supported by the RDP accountant only, under replacement of one unit.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ SMALLEST_NOISE, LARGEST_NOISE = 0.05, 1e4
 
 @dataclass(frozen=True, order=True)
 class Release:
-    """Gaussian noise on a sum over units, some number of times with the same parameters.
+    """Gaussian noise on a sum over units, a number of times with the same parameters.
 
     Attributes:
-        noise_multiplier: The noise's standard deviation over the sensitivity of the sum; 0 for no noise at all.
-        times: How often.
+        noise_multiplier: The noise's standard deviation over the sensitivity of the sum; 0 for no noise.
+        times: Number of times.
         probability: Probability with which a unit enters the sum, independently of all others; 1 for always.
-        drawn: Number of units that enter it, drawn without replacement; None where they are not drawn so.
+        drawn: Number of units that enter it, drawn without replacement; None for other sampling.
         drawn_from: Number of units that they are drawn from.
     """
 
@@ -70,7 +70,7 @@ def require_library() -> Any:
 
 
 def event_of(release: Release) -> Any:
-    """Returns a release as an event of the library (a `dp_accounting.DpEvent`)."""
+    """Converts a release to an event of the library (a `dp_accounting.DpEvent`)."""
     library = require_library()
     if release.noise_multiplier == 0:
         return library.NonPrivateDpEvent()
@@ -83,7 +83,7 @@ def event_of(release: Release) -> Any:
 
 
 def epsilon(releases: Iterable[Release], delta: float) -> float:
-    """Returns the epsilon of all releases together at a delta; 0 for none, infinite where one has no noise.
+    """Returns the epsilon of all releases together at a delta; 0 for none, infinite if one has no noise.
 
     Raises:
         ConfigError: the library is not installed.
@@ -102,7 +102,6 @@ def noise_for(target: float, delta: float, released: Callable[[float], Release])
 
     Args:
         target: epsilon.
-        delta: delta.
         released: Noise multiplier -> everything that is released with it.
 
     Raises:
@@ -130,7 +129,7 @@ def noise_for(target: float, delta: float, released: Callable[[float], Release])
 
 
 def _bracket(target: float, delta: float, released: Callable[[float], Release]) -> Any:
-    """Returns an interval, a factor of 2 wide, whose ends lie on either side of the target, the lower one first.
+    """Returns an interval around the target whose ends differ by a factor of 2, the lower one first.
 
     Raises:
         ValueError: there is none.
@@ -155,12 +154,12 @@ def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
 
 
 def _kind(releases: Iterable[Release]) -> str:
-    """Returns `rdp` where some are sampled without replacement, `pld` elsewhere."""
+    """Returns `rdp` if some are sampled without replacement, else `pld`."""
     return "rdp" if any(release.drawn is not None for release in releases) else "pld"
 
 
 def _accountant(kind: str, noise: float = math.inf) -> Any:
-    """Returns an accountant of a kind, whose grid is fine enough for noise multipliers from the given one on."""
+    """Returns an accountant of a kind, whose grid is fine enough for noise multipliers from `noise` on."""
     library = require_library()
     if kind == "rdp":
         from dp_accounting import rdp

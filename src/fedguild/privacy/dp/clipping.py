@@ -19,7 +19,7 @@ def norm_of(tensors: Mapping[str, Tensor]) -> float:
 def clipped(tensors: Mapping[str, Tensor], clip: float) -> dict[str, Tensor]:
     """Returns the tensors in fp64, scaled down to an L2 norm of at most `clip` over all of them.
 
-    If their norm is NaN or infinite, all of them are zero: whatever a client computes, it adds no more than `clip`.
+    If their norm is NaN or infinite, all are set to zero: whatever a client computes, it adds no more than `clip`.
     """
     norm = norm_of(tensors)
     if not math.isfinite(norm):
@@ -29,7 +29,7 @@ def clipped(tensors: Mapping[str, Tensor], clip: float) -> dict[str, Tensor]:
 
 
 def with_noise(tensors: Mapping[str, Tensor], deviation: float, noise: Noise) -> dict[str, Tensor]:
-    """Returns the tensors plus independent normal noise of a standard deviation, in fp64."""
+    """Adds independent normal noise of a standard deviation to the tensors, in fp64."""
     return {
         name: tensor.to(torch.float64)
         + deviation * noise.normal(tensor.shape, name).to(tensor.device, non_blocking=True)

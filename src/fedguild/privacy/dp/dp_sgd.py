@@ -39,16 +39,14 @@ class DpSgd:
         return int.from_bytes(self.noise.child("dropout", step, example).key[:8], "big") >> 1
 
     def to_plain(self) -> dict[str, Any]:
-        """Returns plain values, from which `from_plain` restores it; they hold the noise's key."""
+        """Returns plain values, the noise's key included, for `from_plain`."""
         return {**vars(self), "noise": self.noise.key.hex()}
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> DpSgd:
-        """Returns what `to_plain` wrote."""
         return cls(**{**plain, "noise": Noise(bytes.fromhex(plain["noise"]))})
 
 
 def microbatches(drawn: list[int], size: int) -> Iterable[list[int]]:
-    """Yields the drawn examples in groups of at most `size`."""
     for start in range(0, len(drawn), size):
         yield drawn[start : start + size]

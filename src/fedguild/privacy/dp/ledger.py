@@ -1,4 +1,4 @@
-"""Ledgers of what was released about each client's data: JSON lines, written before the release, never taken back.
+"""Ledgers of the releases about each client's data: JSON lines, written before the release, never removed.
 
 An entry has a key. The same client and key again is the same release, which costs nothing a second time: a round that a
 simulation repeats with the same bits, or a request that a site answers as before.
@@ -45,11 +45,11 @@ class Ledger:
                 ) from error
 
     def releases(self, client: str) -> dict[str, Release]:
-        """Returns key -> release, of everything that was released about a client."""
+        """Returns key -> release, for all releases about a client."""
         return dict(self._entries[client])
 
     def add(self, client: str, key: str, release: Release) -> None:
-        """Writes a release and waits until it is on the disk; does nothing if the ledger has it.
+        """Writes a release and waits until it is on disk; does nothing if the ledger has it.
 
         Raises:
             CheckpointError: the ledger has another release under this key.

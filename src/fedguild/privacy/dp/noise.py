@@ -1,7 +1,7 @@
-"""Noise from a key: normal and uniform numbers that nobody can draw without it.
+"""Noise from a key: normal and uniform numbers that nobody can reproduce without it.
 
-The bits are SHAKE-256 of the key and the purpose (FIPS 202), so that numbers for different purposes are independent and
-a purpose gets the same numbers again; the normal ones are Box and Muller's (1958), in fp64. A real client's key comes
+The bits are SHAKE-256 of the key and the purpose (FIPS 202). Numbers for different purposes are independent, and a
+purpose always gets the same numbers. Normal numbers are Box and Muller's (1958), in fp64. A real client's key comes
 from its site's secret. Attacks on the low bits of floating-point noise (Mironov, CCS 2012) are not covered.
 """
 
@@ -33,11 +33,11 @@ class Noise:
 
     @classmethod
     def of_seed(cls, seed: int) -> Noise:
-        """Returns the noise of a run's seed, which gives no protection from whoever knows the seed."""
+        """Returns the noise of a run's seed, which gives no protection from anyone who knows the seed."""
         return cls(b"seed\x1f" + str(seed).encode())
 
     def child(self, *purpose: str | int) -> Noise:
-        """Returns the noise of a purpose, independent of every other."""
+        """Returns the noise for a purpose, independent of all others."""
         text = "\x1f".join(f"{type(part).__name__}:{part}" for part in purpose)
         return Noise(hashlib.sha256(len(self.key).to_bytes(8, "big") + self.key + text.encode()).digest())
 
@@ -49,7 +49,7 @@ class Noise:
         return drawn
 
     def normal(self, shape: Sequence[int], *purpose: str | int) -> Tensor:
-        """Returns standard normal numbers of a shape, in fp64 on the CPU."""
+        """Returns standard normal numbers in fp64 on the CPU."""
         count = math.prod(shape)
         pairs = -(-count // 2)
         first, second = np.split(self.uniform(2 * pairs, *purpose), 2)

@@ -1,7 +1,7 @@
-"""A secret for a run, from which privacy noise is derived that nobody else must be able to reproduce.
+"""A secret for a run, from which privacy noise is derived that nobody else can reproduce.
 
-The seed of a run is in its config, which the server writes. Noise drawn from that seed alone gives no
-protection from the server.
+The seed of a run is in its config, which the server writes. Noise drawn from that seed alone gives no protection from
+the server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def run_secret(folder: Path) -> bytes:
     """Returns the secret of a run: drawn on the first call, the same from then on.
 
     Args:
-        folder: The folder for the run, of a site or of the server.
+        folder: The run's folder, of a site or of the server.
 
     Raises:
         FedGuildError: the file cannot be read or written, or is not a secret.

@@ -1,4 +1,4 @@
-"""A client's half of an aggregation: it answers each step once, and never opens what would leave one client alone."""
+"""A client's half of an aggregation: it answers each step once, and opens nothing that would expose a single client."""
 
 from __future__ import annotations
 
@@ -58,16 +58,15 @@ class ClientSession:
     """A client's part in one session.
 
     Args:
-        client: Its index.
         session: The public parameters, as the server names them.
-        form: What is summed, as the client's own method says.
+        form: What is summed, according to the client's own method.
         numbers: The client's numbers.
         identity: Its registered private key.
         registered: Client index -> registered public key, from a source that is not the server.
         least: Fewest clients among whom this one hides, whatever the server says.
-        trained: [32 bytes] digest of what it was told to train, as far as all clients are told the same.
-        once: Called before anything is opened, with `weights` or `values` and a digest of who is in the sum; raises
-            UploadError where the same training has been in another sum.
+        trained: [32 bytes] digest of what it was told to train, as far as it is the same for all clients.
+        once: Called before anything is opened, with `weights` or `values` and a digest of the clients in the sum;
+            raises UploadError if the same training has been in another sum.
 
     Raises:
         UploadError: the session is not one that a client may take part in.
@@ -112,7 +111,7 @@ class ClientSession:
         """Returns the answer to a step's request.
 
         Raises:
-            UploadError: it is not the step's turn, or the request is not one to be answered; the session is over then.
+            UploadError: the step is out of turn, or its request must not be answered; the session is over then.
         """
         if self._done >= len(STEPS) or STEPS[self._done] != step:
             self._done = len(STEPS)
@@ -242,7 +241,7 @@ class ClientSession:
         return self._opened(1, self._weighed, sent, SECRETS + level)
 
     def _sum_of(self, left: tuple[int, ...]) -> str:
-        """Returns a digest of who is in a sum, the same in another session of the same clients."""
+        """Returns a digest of the clients in a sum, the same in another session of the same clients."""
         return digest_of(b"sum", listed(self._roster.clients).tobytes(), listed(left).tobytes()).hex()
 
     def _still(self, clients: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
@@ -260,18 +259,18 @@ class ClientSession:
         return left
 
     def _verified(self) -> tuple[int, ...]:
-        """Returns the peers whose signatures this client checks: all, where what they hold counts, else neighbours."""
+        """Returns the peers whose signatures this client checks: all if their holdings matter, else its neighbours."""
         everybody = tuple(client for client in self._roster.clients if client != self.client)
         return everybody if self.form.groups else self._neighbours
 
     def _opened(self, half: int, before: tuple[int, ...], left: tuple[int, ...], own: int) -> dict[str, NDArray[Any]]:
-        """Returns the shares of the own masks of those who are left, and of the exchange keys of those who are not.
+        """Returns the shares of the own masks of clients that are left, and of the exchange keys of the others.
 
         Args:
             half: 0 for the weights, 1 for the values.
             before: The clients whose keys are in the masks.
             left: Those of them who sent.
-            own: The place of the own mask's secret among those that are shared.
+            own: The index of the own mask's secret among the shared ones.
         """
         about = [client for client in self._holders if client in before and client in self._held_shares]
         shares = [self._held_shares[client][own if client in left else 1 + half] for client in about]
@@ -285,7 +284,7 @@ class ClientSession:
         covers: Mapping[int, Bits | None] | None = None,
         purpose: bytes = b"",
     ) -> None:
-        """Adds of every peer the mask that the other of the two takes away."""
+        """Adds the pairwise mask of every peer; the other of the two subtracts it."""
         for peer in peers:
             secret = agree(
                 self._pair_keys[half],
@@ -303,7 +302,7 @@ class ClientSession:
         return self._roster.adverts[peer].groups(self.form.group_count)
 
     def _cover(self, peer: int) -> Bits | None:
-        """Returns [values] those that a client sends; None for all."""
+        """Returns [values], which ones a client sends; None for all."""
         return cover_of(self.form, self.session, self._holds(peer), self._large)
 
     def _transcript_of(self, sums: NDArray[np.uint64]) -> bytes:
@@ -311,23 +310,22 @@ class ClientSession:
 
 
 def transcript(roster: Roster, shared: tuple[int, ...], weighed: tuple[int, ...], sums: NDArray[np.uint64]) -> bytes:
-    """Returns a digest of all that the clients were told before they send their values."""
+    """Returns a digest of everything that the clients were told before they send their values."""
     return digest_of(roster.digest(), listed(shared).tobytes(), listed(weighed).tobytes(), sums.tobytes())
 
 
 def agreement(told: bytes, sent: tuple[int, ...]) -> bytes:
-    """Returns what a client signs that agrees on who has sent values: that, and all that it was told before."""
+    """Returns what a client signs to agree on who has sent values: that list, and everything told before."""
     return b"agree" + told + listed(sent).tobytes()
 
 
 def cover_of(form: Form, session: Session, held: Bits, large: Bits) -> Bits | None:
-    """Returns [values] those that a client sends: of large groups, those that it holds or all; None for all values.
+    """Returns [values], which ones a client sends; None for all.
 
     Args:
-        form: The form.
-        session: Its `unheld` says whether a client sends zeros for what it does not hold.
-        held: [groups] those that the client is in.
-        large: [groups] those that are large enough.
+        session: Its `unheld` says whether a client sends zeros for what it does not hold of large groups.
+        held: [groups], which ones the client is in.
+        large: [groups], which ones are large enough.
     """
     return form.covered(large & held if session.unheld == "omit" else large)
 
@@ -335,10 +333,9 @@ def cover_of(form: Form, session: Session, held: Bits, large: Bits) -> Bits | No
 def part_levels(
     form: Form, counts: NDArray[np.int64], held: NDArray[np.int64], fewest: int, survived: Sequence[int]
 ) -> tuple[Levels, Levels]:
-    """Returns [weights] and [values] the levels of the shares and of the values.
+    """Returns the levels of the shares, [weights], and of the values, [values].
 
     Args:
-        form: The form.
         counts: [weights] clients with each weight.
         held: [groups] clients in each group.
         fewest: Fewest clients behind a mean.
@@ -349,7 +346,7 @@ def part_levels(
 
 
 def both(one: Bits | None, other: Bits | None) -> Bits | None:
-    """Returns where both of two masks are true; None is true everywhere."""
+    """Returns the conjunction of two masks; None is true everywhere."""
     if one is None or other is None:
         return one if other is None else other
     return one & other

@@ -1,4 +1,4 @@
-"""Fixed point: the numbers of a client as words that are added modulo 2^64 or 2^32, and the means from their sums.
+"""Fixed point: a client's numbers as words that are added modulo 2^64 or 2^32, and the means from their sums.
 
 First every client sends its weights, in three words of 64 bits that together have 120 bits before any carry, and the
 largest magnitude of each tensor; then its shares alpha_i = w_i / sum w (64 bits) and alpha_i x_i (32 bits). The mean is
@@ -54,7 +54,7 @@ def weight_words(form: Form, numbers: Contribution) -> Words:
     """Returns [3 weights + ranges] words: a client's weights, lowest words first, and its largest magnitudes.
 
     Raises:
-        UploadError: a weight is negative, too large or not finite, or a value that counts is.
+        UploadError: a weight is negative, too large or not finite, or a value with a weight is not finite.
     """
     weights = _weights(form, numbers)
     if not bool(((weights >= 0) & (weights < LARGEST_WEIGHT)).all()):
@@ -76,7 +76,6 @@ def weight_words(form: Form, numbers: Contribution) -> Words:
 
 
 def weight_sums(form: Form, words: Words) -> WeightSums:
-    """Returns what the sum of all clients' `weight_words` means."""
     count = form.weight_count
     low, middle, high = (words[place * count : (place + 1) * count] for place in range(3))
     counts = (high >> np.uint64(COUNT_BIT)).astype(np.int64)
@@ -90,10 +89,8 @@ def value_words(form: Form, numbers: Contribution, sums: WeightSums, clients: in
     """Returns a client's [values] alpha x and its [weights] alpha, as words.
 
     Args:
-        form: The form.
-        numbers: The client's.
         sums: Of the first half.
-        clients: How many clients took part in the first half.
+        clients: Number of clients in the first half.
         fewest: Weights that fewer clients have count as 0.
     """
     shares = _shares(form, numbers, sums, fewest)
@@ -111,7 +108,7 @@ def value_words(form: Form, numbers: Contribution, sums: WeightSums, clients: in
 
 
 def scales(sums: WeightSums, clients: int) -> Floats:
-    """Returns [means] units of fixed point per 1: as many as the sum over `clients` has room for in 32 bits, signed."""
+    """Returns [means] units of fixed point per 1: as many as the sum over `clients` can hold in 32 bits, signed."""
     room = 2.0**31 - 2 * clients - 2
     with np.errstate(divide="ignore"):
         return np.where(sums.ranges > 0, room / sums.ranges, 0.0)
@@ -150,15 +147,14 @@ def means(
     """Returns the means that the sums of `value_words` give.
 
     Args:
-        form: The form.
         sums: Of the first half.
         values: [values] the sum of the clients' values.
         words: [weights] the sum of their shares.
-        clients: How many clients took part in the first half.
-        left: How many of them did in the second.
+        clients: Number of clients in the first half.
+        left: Number of these in the second half.
         fewest: Fewest clients behind a mean.
-        known: [values] where enough clients hold a value, and its mask was opened; None for everywhere.
-        opened: [weights] whose masks were opened; None for all.
+        known: [values], whether enough clients hold a value and its mask was opened; None for all.
+        opened: [weights], whether the mask was opened; None for all.
     """
     if opened is not None:
         words = np.where(opened, words, np.uint64(0))
@@ -191,11 +187,11 @@ def means(
 
 
 def error_bound(ranges: float, clients: int, left: int, share: float = 1.0) -> float:
-    """Returns the largest difference between a mean of fixed point and the exact mean over the clients that are left.
+    """Returns the largest difference between a fixed-point mean and the exact mean over the clients that are left.
 
-    The values are rounded to half a unit each, of `room / ranges` units per 1, and divided by the sum of the shares;
-    the shares to half of 2^-51 each, which moves the quotient by that relative to it; fp64 adds a few units of 2^-53.
-    The rounding of the weights, up to the next 2^-86, makes all shares smaller alike and the mean no less exact.
+    The values are rounded to half a unit each, of `room / ranges` units per 1, and divided by the sum of the shares.
+    The shares are rounded to half of 2^-51 each, which changes the quotient by as much relative to it. fp64 adds a few
+    units of 2^-53. Rounding the weights up to the next 2^-86 reduces all shares alike and does not affect the mean.
 
     Args:
         ranges: Sum of the clients' largest magnitudes R, at most n max|x|.
@@ -226,7 +222,7 @@ def _shares(form: Form, numbers: Contribution, sums: WeightSums, fewest: int) ->
 
 
 def _largest(form: Form, numbers: Contribution, weights: Floats, name: str) -> float:
-    """Returns the largest magnitude of a client's values that have a weight; 0 without any, NaN where one is."""
+    """Returns the largest magnitude of a client's values with a weight; 0 without any, NaN if one is NaN."""
     if name not in numbers.values:
         return 0.0
     mean, value = form.means[name], numbers.values[name]

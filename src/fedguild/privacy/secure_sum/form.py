@@ -24,14 +24,14 @@ class LinearMean:
     """A tensor of which the server takes sum_i(w_i x_i) / sum_i(w_i) over clients i.
 
     Attributes:
-        shape: The shape of x in the server's state; a client that has less of it fills it up with zeros.
+        shape: The shape of x in the server's state; a client with less of it pads with zeros.
         weight: Name of its weights.
         weight_axis: The axis of x along which the weights lie; None for one weight.
-        held: Name of the groups of clients that hold parts of x, where not everybody holds all; empty otherwise.
+        held: Name of the groups of clients that hold parts of x, if not every client holds all; empty otherwise.
         held_axis: The axis of x along which these parts lie.
         range: Name of the range, the sum of the clients' largest magnitudes, that it shares with other means; by
-            default its own name. A mean to which one client alone may contribute shares that of means to which all do:
-            a range over one client is its magnitude.
+            default its own name. A mean to which a single client may contribute shares that of means to which all do,
+            because a range over one client is its magnitude.
     """
 
     shape: tuple[int, ...]
@@ -43,7 +43,6 @@ class LinearMean:
 
     @property
     def size(self) -> int:
-        """Number of values of x."""
         return prod(self.shape)
 
     def along(self, axis: int | None, values: NDArray[Any]) -> NDArray[Any]:
@@ -55,18 +54,18 @@ class LinearMean:
         return values.reshape(shape)
 
     def spread(self, axis: int | None, values: NDArray[Any]) -> NDArray[Any]:
-        """Returns [size], for every value of x the one along an axis that belongs to it."""
+        """Returns [size], the entry along an axis that belongs to each value of x."""
         return np.broadcast_to(self.along(axis, values), self.shape).reshape(-1)
 
 
 @dataclass(frozen=True)
 class Form:
-    """All that one round of a method sums.
+    """Everything that one round of a method sums.
 
     Attributes:
         means: Name -> mean.
         weights: Name -> number of weights under it; one that no mean uses is summed for its own sake.
-        disclosed: Parts of an upload that the server needs from each client by itself, and gets in the clear.
+        disclosed: Parts of an upload that the server needs from each client, and receives unmasked.
     """
 
     means: Mapping[str, LinearMean]
@@ -81,29 +80,24 @@ class Form:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The means' names in the order of the sums."""
         return tuple(sorted(self.means))
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """The weights' names in the order of the sums."""
         return tuple(sorted(self.weights))
 
     @cached_property
     def places(self) -> dict[str, slice]:
-        """Weights' name -> their places among all weights."""
         ends = np.cumsum([0, *(self.weights[key] for key in self.keys)]).tolist()
         return {key: slice(start, end) for key, start, end in zip(self.keys, ends, ends[1:], strict=False)}
 
     @cached_property
     def slices(self) -> dict[str, slice]:
-        """Mean's name -> the places of its values among all values."""
         ends = np.cumsum([0, *(self.means[name].size for name in self.names)]).tolist()
         return {name: slice(start, end) for name, start, end in zip(self.names, ends, ends[1:], strict=False)}
 
     @cached_property
     def ranges(self) -> tuple[str, ...]:
-        """The ranges' names in the order of the sums."""
         return tuple(sorted({self.means[name].range or name for name in self.names}))
 
     @cached_property
@@ -119,34 +113,31 @@ class Form:
 
     @property
     def weight_count(self) -> int:
-        """Number of all weights."""
         return sum(self.weights.values())
 
     @property
     def value_count(self) -> int:
-        """Number of all values."""
         return sum(mean.size for mean in self.means.values())
 
     @cached_property
     def groups(self) -> dict[str, int]:
-        """Name of groups of holders -> number of groups under it."""
         return {mean.held: mean.shape[mean.held_axis] for name in self.names if (mean := self.means[name]).held}
 
     @cached_property
     def group_places(self) -> dict[str, slice]:
-        """Name of groups -> their places among all groups; place 0 is that of everybody."""
+        """Name of groups -> their places among all groups; place 0 is the group of all clients."""
         ends = np.cumsum([1, *(self.groups[key] for key in sorted(self.groups))]).tolist()
         return {key: slice(start, end) for key, start, end in zip(sorted(self.groups), ends, ends[1:], strict=False)}
 
     @property
     def group_count(self) -> int:
-        """Number of all groups, that of everybody included."""
+        """Number of all groups, that of all clients included."""
         return 1 + sum(self.groups.values())
 
     def holdings(self, held: Mapping[str, Bits]) -> Bits:
-        """Returns [groups] whether a client is in each, from the name of groups -> [n] whether it holds each part.
+        """Returns [groups], whether a client is in each, from name of groups -> [n] whether it holds each part.
 
-        Groups of a name that `held` lacks are held as a whole.
+        A client holds all groups of a name that `held` lacks.
         """
         everything = np.ones(self.group_count, dtype=np.bool_)
         for key, bits in held.items():
@@ -154,7 +145,7 @@ class Form:
         return everything
 
     def covered(self, groups: Bits) -> Bits | None:
-        """Returns [values] which ones lie in some groups; None for all of them."""
+        """Returns [values], which ones lie in some groups; None for all of them."""
         if bool(groups.all()):
             return None
         covered = np.ones(self.value_count, dtype=np.bool_)
@@ -165,7 +156,7 @@ class Form:
         return covered
 
     def by_value(self, weights: NDArray[np.uint8], groups: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Returns [values] the smaller number of the two of its weight and its group, from [weights] and [groups]."""
+        """Returns [values], the smaller of the numbers of its weight and its group, from [weights] and [groups]."""
         found = np.empty(self.value_count, np.uint8)
         for name, place in self.slices.items():
             mean = self.means[name]
@@ -191,8 +182,8 @@ class Contribution:
 
     Attributes:
         values: Name -> x, of the means that the client contributes to.
-        weights: Name -> [n] weights, not negative; a client has weight 0 under the names left out.
-        held: Name of groups -> [n] whether it holds each part; it holds all under the names left out.
+        weights: Name -> [n] weights, not negative; missing names have weight 0.
+        held: Name of groups -> [n] whether it holds each part; it holds all under missing names.
     """
 
     values: Mapping[str, NDArray[np.floating]]
@@ -201,7 +192,7 @@ class Contribution:
 
 
 def require_disclosure(form: Form, allowed: Sequence[str], method: str) -> None:
-    """Raises unless the config allows what a method's server needs from each client by itself.
+    """Raises unless the config allows what a method's server needs from each client unmasked.
 
     Raises:
         ConfigError: it does not.

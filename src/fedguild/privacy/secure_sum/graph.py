@@ -1,4 +1,4 @@
-"""The pairs that mask: everybody with everybody, or in a sparse graph that nobody chooses (Bell et al., section 3)."""
+"""The pairs of clients that share a mask: all pairs, or a random graph that nobody chooses (Bell et al., section 3)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LARGEST_COMPLETE = 32
 
 
 def degree_of(clients: int) -> int:
-    """Returns the number of neighbours of each client: all others, or 6 log2(n) of more than `LARGEST_COMPLETE`."""
+    """Returns the number of neighbours of each client: all others, or 6 log2(n) for more than `LARGEST_COMPLETE`."""
     if clients <= LARGEST_COMPLETE:
         return max(0, clients - 1)
     return min(clients - 1, 2 * math.ceil(3 * math.log2(clients)))
@@ -26,8 +26,7 @@ def neighbours(clients: Sequence[int], degree: int, seed: bytes) -> dict[int, tu
     symmetric.
 
     Args:
-        clients: The clients.
-        degree: An even number, or at least as many as there are others for a complete graph.
+        degree: An even number, or at least the number of other clients for a complete graph.
         seed: Public randomness, which orders the ring.
     """
     if degree >= len(clients) - 1:
@@ -41,9 +40,9 @@ def neighbours(clients: Sequence[int], degree: int, seed: bytes) -> dict[int, tu
 
 
 def threshold_of(holders: int, share: float) -> int:
-    """Returns how many of `holders` t are needed: more than `share` of them (all for 1), more than half, at least 2.
+    """Returns the threshold t of `holders`: more than `share` of them (all for 1), more than half, at least 2.
 
-    Two sets of t holders have at least 2t - n in common. For a share of two thirds that is more than n / 3, so that as
-    many colluding holders as a third cannot give the server both secrets of a client (Bonawitz et al., section 6.2).
+    Two sets of t holders have at least 2t - n in common. For a share of two thirds that is more than n / 3, so a third
+    of the holders colluding cannot give the server both secrets of a client (Bonawitz et al., section 6.2).
     """
     return max(2, min(holders, max(holders // 2, math.floor(share * holders + 1e-9)) + 1))

@@ -1,4 +1,4 @@
-"""Keys: the registered ones that sign, and ephemeral ones by which two clients agree on a secret (X25519, HKDF)."""
+"""Keys: registered ones for signatures, and ephemeral ones by which two clients agree on a secret (X25519, HKDF)."""
 
 from __future__ import annotations
 
@@ -77,12 +77,10 @@ def load_peers(folder: Path) -> dict[int, PublicKey]:
 
 
 def new_identity() -> PrivateKey:
-    """Returns a key that signs, for a simulated client."""
     return ed25519.Ed25519PrivateKey.generate()
 
 
 def sign(key: PrivateKey, message: bytes) -> bytes:
-    """Returns the signature of a message, `SIGNATURE_BYTES` long."""
     if isinstance(key, ed25519.Ed25519PrivateKey):
         return key.sign(_DOMAIN + message).ljust(SIGNATURE_BYTES, b"\0")
     r, s = utils.decode_dss_signature(key.sign(_DOMAIN + message, ec.ECDSA(hashes.SHA384())))
@@ -90,7 +88,7 @@ def sign(key: PrivateKey, message: bytes) -> bytes:
 
 
 def verify(key: PublicKey, message: bytes, signature: bytes, what: str) -> None:
-    """Raises unless a signature is that of the key's owner over the message.
+    """Checks that a signature is the key owner's for the message.
 
     Raises:
         UploadError: it is not; the message begins with `what`.
@@ -111,12 +109,10 @@ def expand(secret: bytes, purpose: bytes) -> bytes:
 
 
 def exchange_key(seed: bytes) -> x25519.X25519PrivateKey:
-    """Returns the X25519 key of a seed."""
     return x25519.X25519PrivateKey.from_private_bytes(expand(seed, b"exchange key"))
 
 
 def public_bytes(key: x25519.X25519PrivateKey) -> bytes:
-    """Returns an X25519 key's public half."""
     return key.public_key().public_bytes_raw()
 
 
@@ -125,11 +121,11 @@ def agree(key: x25519.X25519PrivateKey, peer: bytes, purpose: bytes) -> bytes:
 
     Args:
         key: One client's private key.
-        peer: The other's public one.
-        purpose: What the secret is for, the same on both sides.
+        peer: The other's public key.
+        purpose: The same on both sides.
 
     Raises:
-        UploadError: the public key is not one.
+        UploadError: the public key is invalid.
     """
     try:
         return expand(key.exchange(x25519.X25519PublicKey.from_public_bytes(peer)), purpose)

@@ -1,8 +1,8 @@
 """Levels: the parts of the values by how many dropouts their means survive, and the secrets of their masks.
 
-A part behind which c clients are may lose c - `fewest` of them. Every part's own mask is that of its level, and the
-secrets of a client's levels are a chain, each the digest of the one below: one secret opens a level and all above it.
-After d dropouts clients open the lowest level whose parts survive d, and what survives fewer stays masked.
+A part that c clients have may lose c - `fewest` of them. Every part's own mask is that of its level, and the secrets of
+a client's levels are a chain, each the digest of the one below: one secret opens a level and all above it. After d
+dropouts clients open the lowest level whose parts survive d; parts that survive fewer stay masked.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ Levels = NDArray[np.uint8]
 
 
 def capacities(dropouts: int) -> tuple[int, ...]:
-    """Returns [levels] how many dropouts each level survives, ascending: 0, 1, 2, 4 and so on to `dropouts`."""
+    """Returns [levels], how many dropouts each level survives, ascending: 0, 1, 2, 4 and so on to `dropouts`."""
     steps = [2**power for power in range(dropouts.bit_length()) if 2**power < dropouts]
     return (0, *steps, *((dropouts,) if dropouts else ()))
 
 
 def levels_of(counts: NDArray[np.int64], fewest: int, survived: Sequence[int]) -> Levels:
-    """Returns [n] the level of parts behind which `counts` clients are; 0 for those with fewer than `fewest`.
+    """Returns [n], the level of parts that `counts` clients have; 0 for those with fewer than `fewest`.
 
     Args:
         counts: [n] clients behind each part.
-        fewest: Fewest that have to be left.
+        fewest: Fewest that must be left.
         survived: `capacities`.
     """
     places = np.searchsorted(np.asarray(survived), counts - fewest, side="right") - 1
@@ -44,18 +44,17 @@ def lowest_open(dropped: int, survived: Sequence[int]) -> int:
 
 
 def above(secret: bytes, levels: int = 1) -> bytes:
-    """Returns the secret of the level that is so many above that of a secret."""
+    """Returns the secret of the level that is `levels` above that of a secret."""
     for _ in range(levels):
         secret = hashlib.sha256(b"fedguild level" + secret).digest()[:SEED_BYTES]
     return secret
 
 
 def chain(start: bytes, levels: int) -> list[bytes]:
-    """Returns [levels] the secrets of a session's levels, lowest first; the last is the same for any number of levels.
+    """Returns [levels], the secrets of a session's levels, lowest first; the last is the same for any number of levels.
 
     Args:
         start: The first of the chain's `MOST_LEVELS` secrets.
-        levels: How many the session has.
     """
     lowest = above(start, MOST_LEVELS - levels)
     return [above(lowest, level) for level in range(levels)]

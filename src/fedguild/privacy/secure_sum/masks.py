@@ -25,15 +25,13 @@ def add_masks(
     subtract: bool = False,
     where: NDArray[np.bool_] | None = None,
 ) -> None:
-    """Adds to the numbers of every level the mask of that level's secret, as `add_mask`.
+    """Adds the mask of each level's secret to the numbers of that level, as `add_mask`.
 
     Args:
         total: [n] unsigned numbers, contiguous.
-        secrets: [levels] secrets; None leaves the numbers of a level as they are.
+        secrets: [levels] secrets; None leaves the numbers of a level unchanged.
         levels: [n] the level of each number.
-        purpose: What the masks are for.
-        subtract: Whether to take the masks away.
-        where: [n] the numbers that are masked; None for all.
+        where: [n], which numbers are masked; None for all.
     """
     for level, secret in enumerate(secrets):
         here = levels == level
@@ -51,10 +49,8 @@ def add_mask(
 
     Args:
         total: [n] unsigned numbers, contiguous.
-        secret: From which the mask is derived; with `purpose` it is used for one mask only.
-        purpose: What the mask is for.
-        subtract: Whether to take the mask away.
-        where: [n] the numbers that are masked; each has the mask of its place, whichever others are. None for all.
+        secret: The mask is derived from it; with `purpose` it must be used for one mask only.
+        where: [n], which numbers are masked; each has the mask of its place, whichever others are. None for all.
     """
     key = expand(secret, purpose)
     cipher = Cipher(algorithms.ChaCha20(key, bytes(16)), mode=None).encryptor()

@@ -1,4 +1,4 @@
-"""The server's half of an aggregation: it passes on what clients send to each other, adds up, and takes masks away."""
+"""The server's half of an aggregation: it forwards what clients send each other, adds up, and removes masks."""
 
 from __future__ import annotations
 
@@ -43,19 +43,19 @@ Answers = Mapping[int, Arrays]
 
 
 class ServerSession:
-    """The server's part in one session: `request` and `receive` for every step, then `means`.
+    """The server's part in one session: `requests` and `receive` for every step, then `means`.
 
     Args:
         session: The public parameters.
         form: What is summed.
         clients: The clients that are asked to join.
         registered: Client index -> its registered public key, as far as the server knows them. A client that does not
-            sign with it is left out; the others' signatures are checked by their peers alone.
+            sign with it is excluded; the others' signatures are checked by their peers alone.
 
     Attributes:
         left: The clients that have answered all steps so far.
         dropped: Client -> why it is not left.
-        faults: Client -> what it did wrong that the others could make good.
+        faults: Client -> what it did wrong that the others could repair.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ServerSession:
         self._large: Bits = np.ones(form.group_count, np.bool_)
 
     def requests(self, step: Step) -> dict[int, dict[str, NDArray[Any]]]:
-        """Returns client -> the request of a step, for all that are left."""
+        """Returns client -> the request of a step, for all clients that are left."""
         everybody: dict[str, NDArray[Any]] = {}
         if step == "share":
             everybody = self._roster.to_arrays()
@@ -105,10 +105,9 @@ class ServerSession:
         return {client: self._check_request(client) for client in self.left}
 
     def receive(self, step: Step, answers: Answers, failures: Mapping[int, str]) -> None:
-        """Takes a step's answers; clients without a usable one are not left.
+        """Processes a step's answers; clients without a usable one drop out.
 
         Args:
-            step: The step.
             answers: Client -> its answer.
             failures: Client -> why it has not answered.
 
@@ -133,7 +132,7 @@ class ServerSession:
             )
 
     def facts(self) -> dict[str, Any]:
-        """Returns what the session did, for the audit log: who was in it, how many had to be left, and who was not."""
+        """Returns the session's figures for the audit log: its clients, how many had to be left, and the dropouts."""
         return {
             "session": self.session.nonce,
             "round": self.session.round,
@@ -145,7 +144,6 @@ class ServerSession:
         }
 
     def means(self) -> Means:
-        """Returns the result, after the last step."""
         large, opened = self.form.covered(self._large), self._value_levels >= self._open_level
         return fixed_point.means(
             self.form,
@@ -175,12 +173,12 @@ class ServerSession:
         return self._senders
 
     def holdings(self, client: int) -> dict[str, Bits]:
-        """Returns name of groups -> [n] which parts a client holds, as it said when it joined."""
+        """Returns name of groups -> [n], which parts a client holds according to its answer to `join`."""
         held = self._adverts[client].groups(self.form.group_count)
         return {key: held[place] for key, place in self.form.group_places.items()}
 
     def _read(self, answers: Answers, read: Callable[[int, Arrays], None]) -> None:
-        """Reads every answer; those that cannot be read do not count, and their clients are not left."""
+        """Reads every answer; a client whose answer cannot be read drops out."""
         left = []
         for client, arrays in sorted(answers.items()):
             try:
@@ -217,9 +215,10 @@ class ServerSession:
         self._survived = self._roster.survived()
 
     def _leave_out_the_odd_ones(self) -> None:
-        """Leaves out clients that say they were told to train something else than most: all were told the same.
+        """Excludes clients that report other training instructions than most; all were given the same.
 
-        A client checks that of its peers too, as the server could tell them different things, and refuses to go on.
+        A client checks its peers' reports too, because the server could give them different instructions, and refuses
+        to go on.
         """
         told = Counter(self._adverts[client].trained for client in self.left)
         usual = max(told, key=lambda digest: told[digest], default=b"")
@@ -364,10 +363,10 @@ class ServerSession:
     def _secrets(
         self, half: int, shares: Mapping[int, Mapping[int, bytes]], before: Sequence[int], left: Sequence[int]
     ) -> tuple[dict[int, bytes], dict[int, bytes]]:
-        """Returns the secrets of the own masks of those who are left, and of the exchange keys of the others.
+        """Returns the secrets of the own masks of clients that are left, and of the exchange keys of the others.
 
         Raises:
-            QuorumError: too few shares of one were opened, or they do not give the secret that its client stands by.
+            QuorumError: too few shares of one were opened, or they do not give the secret that its client committed to.
         """
         own: dict[int, bytes] = {}
         keys: dict[int, bytes] = {}
@@ -388,7 +387,7 @@ class ServerSession:
     def _recovered(
         self, half: int, client: int, shares: Mapping[int, bytes], holders: Sequence[int], *, own_mask: bool
     ) -> bytes:
-        """Returns a client's secret; where one holder's share is false, that of the others, and notes the holder.
+        """Returns a client's secret; if one holder's share is false, from the others' shares, and records the holder.
 
         Raises:
             UploadError: there are too few shares, or they do not fit together, whichever one is left out.
@@ -409,7 +408,7 @@ class ServerSession:
         return secret
 
     def _require_true(self, half: int, client: int, secret: bytes, *, own_mask: bool) -> None:
-        """Raises UploadError unless a recovered secret is the one that belongs to what its client advertised."""
+        """Raises UploadError unless a recovered secret matches what its client advertised."""
         advert = self._adverts[client]
         if own_mask:
             top = secret if half == 0 else above(secret, len(self._survived) - 1 - self._open_level)
@@ -442,14 +441,14 @@ class ServerSession:
 
 
 def disputed(complaints: Mapping[int, Collection[int]], left: Collection[int], tolerated: int) -> dict[int, str]:
-    """Returns who is left out for complaints about envelopes, and why, so that none between two that stay is left.
+    """Returns who is excluded for complaints about envelopes, and why, so that no dispute is left between the others.
 
-    Which of the two lies, sender or reader, cannot be told: a proof would disclose the key to all envelopes of the
-    reader. Two honest clients have no dispute with each other, which gives two rules:
+    Nobody can tell whether sender or reader lies: a proof would disclose the key to all envelopes of the reader. Two
+    honest clients have no dispute with each other, which gives two rules:
 
-    1. Who is in dispute with more than `tolerated` others lies, unless more than that many do, and is left out alone.
-    2. Of each dispute that remains both sides are left out, one pair after the other, whoever has most disputes first.
-       One of the two lies, so that f liars take at most f honest clients with them.
+    1. A client in dispute with more than `tolerated` others lies, unless more than that many do, and is excluded alone.
+    2. For each remaining dispute both sides are excluded, one pair after the other, the client with most disputes
+       first. One of the two lies, so f liars exclude at most f honest clients.
 
     Args:
         complaints: Client -> those whose envelope it cannot open, or says so.

@@ -1,4 +1,4 @@
-"""The terms that clients and server of one aggregation agree on, and the arrays that go between them.
+"""The parameters that clients and server of one aggregation agree on, and the arrays that they exchange.
 
 Messages are named arrays (`Arrays`); a list of clients is [n] int32, ascending, and keys, shares and signatures are
 rows of uint8. The steps, each a request to every client that is left and its answer:
@@ -47,12 +47,11 @@ class Session:
 
     Attributes:
         run: Identity of the run.
-        round: The round.
         nonce: Drawn by the server for this aggregation alone, 32 hexadecimal digits.
         form: Digest of the form.
-        share: Share of the clients that have to be left at every step, of each client's neighbours too.
+        share: Share of the clients that must be left at every step, also of each client's neighbours.
         fewest: Fewest clients behind a mean; what fewer hold, or have a weight for, is not sent.
-        unheld: What a client sends of what it does not hold: nothing, or masked zeros.
+        unheld: What a client sends for values that it does not hold: nothing, or masked zeros.
     """
 
     run: str
@@ -73,11 +72,10 @@ class Advert:
     """A client's answer to `join`, signed by its registered key.
 
     Attributes:
-        client: Its index.
         keys: Its public keys, for envelopes, for the masks of the weights, and for those of the values.
         held: [groups / 8] the groups of holders that it is in, as bits.
         commitments: Digests of the seeds of its own two masks.
-        trained: Digest of what it was told to train, as far as all clients are told the same.
+        trained: Digest of what it was told to train, as far as it is the same for all clients.
         signature: Over all of this and the session.
     """
 
@@ -89,16 +87,15 @@ class Advert:
     signature: bytes
 
     def signed(self, context: bytes) -> bytes:
-        """Returns what the signature is over."""
+        """Returns the content that is signed."""
         parts = (self.client.to_bytes(8, "little"), self.keys, self.commitments, self.trained, self.held)
         return b"join" + context + b"".join(parts)
 
     def key(self, place: int) -> bytes:
-        """Returns one of the public keys."""
         return self.keys[place * KEY_BYTES : (place + 1) * KEY_BYTES]
 
     def groups(self, count: int) -> NDArray[np.bool_]:
-        """Returns [groups] the groups of holders that the client is in."""
+        """Returns [groups], which groups of holders the client is in."""
         return np.unpackbits(np.frombuffer(self.held, np.uint8), count=count).astype(np.bool_)
 
 
@@ -111,7 +108,6 @@ class Roster:
 
     @property
     def clients(self) -> tuple[int, ...]:
-        """The clients, ascending."""
         return tuple(sorted(self.adverts))
 
     def digest(self) -> bytes:
@@ -121,29 +117,28 @@ class Roster:
         return digest_of(*parts)
 
     def graph(self, *, complete: bool) -> dict[int, tuple[int, ...]]:
-        """Returns client -> its neighbours, in the order that the digest gives.
+        """Returns client -> its neighbours, in the order given by the digest.
 
         Args:
-            complete: Whether everybody masks with everybody, however many there are: where clients hold unequal parts,
-                two of a sparse graph's neighbours may hold nothing in common, and one client's part had no mask.
+            complete: Whether all pairs mask, however many clients there are. Needed if clients hold unequal parts: two
+                neighbours of a sparse graph may hold nothing in common, which would leave one client's part unmasked.
         """
         degree = len(self.adverts) if complete else degree_of(len(self.adverts))
         return neighbours(self.clients, degree, self.digest())
 
     def fewest_left(self) -> int:
-        """Returns how many clients have to be left."""
+        """Returns how many clients must be left."""
         return max(fewest_left(len(self.adverts), self.session.share), self.session.fewest)
 
     def survived(self) -> tuple[int, ...]:
-        """Returns [levels] how many dropouts after the weights the parts of each level survive."""
+        """Returns [levels], how many dropouts after the weights the parts of each level survive."""
         return capacities(len(self.adverts) - fewest_left(len(self.adverts), self.session.share))
 
     def threshold(self, holders: Sequence[int]) -> int:
-        """Returns how many of the holders of a client's shares have to be left."""
+        """Returns how many of the holders of a client's shares must be left."""
         return threshold_of(len(holders), self.session.share)
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
-        """Returns the roster as it is sent."""
         ordered = [self.adverts[client] for client in self.clients]
         return {
             "clients": listed(self.clients),
@@ -178,7 +173,7 @@ class Roster:
 
 
 def fewest_left(clients: int, share: float) -> int:
-    """Returns how many of a session's clients have to be left, whatever is behind single means."""
+    """Returns how many of a session's clients must be left, regardless of single means."""
     return max(FEWEST_CLIENTS, threshold_of(clients, share))
 
 
@@ -193,7 +188,6 @@ def own_mask(client: int, half: str) -> bytes:
 
 
 def pair_mask(one: int, other: int, half: str) -> bytes:
-    """Returns the purpose of the secret of two clients' mask."""
     return f"pair mask {half} {min(one, other)} {max(one, other)}".encode()
 
 
@@ -209,17 +203,15 @@ def digest_of(*parts: bytes) -> bytes:
 
 
 def commitment(context: bytes, client: int, secret: bytes) -> bytes:
-    """Returns the digest by which a client binds itself to a secret."""
+    """Returns the digest by which a client commits to a secret."""
     return digest_of(b"commitment", context, client.to_bytes(8, "little"), secret)
 
 
 def listed(clients: Iterable[int]) -> NDArray[np.int32]:
-    """Returns clients as they are sent."""
     return np.array(sorted(clients), dtype=np.int32)
 
 
 def rows(contents: Sequence[bytes]) -> NDArray[np.uint8]:
-    """Returns contents of one length as rows."""
     if not contents:
         return np.zeros((0, 0), np.uint8)
     return np.frombuffer(b"".join(contents), np.uint8).reshape(len(contents), -1).copy()

@@ -1,4 +1,4 @@
-"""Shares of a client's secrets (Shamir, over GF(2^128)), and the sealed envelopes in which they go to other clients."""
+"""Shares of a client's secrets (Shamir, over GF(2^128)), and the sealed envelopes that carry them to other clients."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ _NONCE = bytes(12)
 
 
 def split(secret: bytes, holders: Sequence[int], threshold: int) -> dict[int, bytes]:
-    """Returns holder -> its share; any `threshold` of them give the secret, and fewer say nothing about it.
+    """Returns holder -> its share; any `threshold` of them give the secret, and fewer reveal nothing about it.
 
     Args:
         secret: `SEED_BYTES` long.
-        holders: Who gets a share, ascending.
-        threshold: How many shares give the secret back.
+        holders: The clients that get a share, ascending.
     """
     shares: list[tuple[int, bytes]] = Shamir.split(threshold, len(holders), secret, ssss=False)
     return {holder: share for holder, (_, share) in zip(holders, shares, strict=True)}
@@ -31,9 +30,8 @@ def recover(shares: Mapping[int, bytes], holders: Sequence[int], threshold: int)
     """Returns the secret of at least `threshold` shares.
 
     Args:
-        shares: Holder -> its share; of more than `threshold` the first ones are used.
-        holders: All who got a share, as in `split`.
-        threshold: As in `split`.
+        shares: Holder -> its share; if there are more than `threshold`, the first ones are used.
+        holders: All holders, as in `split`.
 
     Raises:
         UploadError: there are too few.
@@ -64,5 +62,5 @@ def unseal(key: bytes, envelope: bytes) -> bytes:
 
 
 def parted(content: bytes) -> list[bytes]:
-    """Returns the shares that lie in an envelope one after the other."""
+    """Splits the content of an envelope into its shares."""
     return [content[start : start + SEED_BYTES] for start in range(0, len(content), SEED_BYTES)]
