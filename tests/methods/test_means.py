@@ -1,4 +1,4 @@
-"""What a server averages: one mean against its equation, and that who has no weight changes nothing."""
+"""A mean on the server against its equation, and that who has no weight changes nothing."""
 
 from __future__ import annotations
 
