@@ -1,4 +1,4 @@
-"""The limit on the bytes of a whole run: what a round could cost is known before it begins, from shapes."""
+"""The limit on the bytes of a whole run: the maximal bytes of a round are known before it begins, from shapes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fedguild.server.method import Method
 
 @dataclass
 class ByteBudget:
-    """The bytes that a run may still move, both ways, counted as `ClientRecord` counts them.
+    """The bytes that a run may still transfer, both ways, counted as in `ClientRecord`.
 
     Attributes:
         limit_bytes: `federation.byte_limit`.
-        spent_bytes: What the rounds so far have moved, late and repeated uploads included.
-        planned: Client index -> bytes that one attempt of the current round may cost it.
+        spent_bytes: What the rounds so far have transferred, late and repeated uploads included.
+        planned: Client index -> most bytes of one attempt of the current round.
     """
 
     limit_bytes: int
@@ -33,26 +33,21 @@ class ByteBudget:
 
     @classmethod
     def after(cls, limit_bytes: int, records: Iterable[Record]) -> ByteBudget:
-        """Returns the budget as the rounds of a log left it."""
+        """Returns the budget after the rounds of a log."""
         seen = [record for record in records if isinstance(record, TrafficRecord)]
         return cls(limit_bytes, seen[-1].total_bytes if seen else 0)
 
     def plan(self, method: Method, state: Payload, model: ModelInfo, asked: Sequence[ClientInfo], codec: Codec) -> None:
-        """Counts what a round costs if every client that it asks delivers all that it may send.
+        """Counts the bytes of a round if every client that it asks delivers all that it may send.
 
         Args:
-            method: The method.
-            state: Its state before the round, without the server's momentum.
-            model: The backbone's description.
-            asked: The clients.
-            codec: The encoding on the wire.
+            state: The method's state before the round, without the server's momentum.
         """
         self.planned = {client.index: _attempt_bytes(method, state, model, client, codec) for client in asked}
         self._granted_bytes = self.round_bytes
 
     @property
     def round_bytes(self) -> int:
-        """What the planned round costs without further attempts."""
         return sum(self.planned.values())
 
     def refusal(self, round_index: int) -> str:
@@ -65,7 +60,7 @@ class ByteBudget:
         )
 
     def again(self, clients: Sequence[ClientInfo]) -> list[ClientInfo]:
-        """Returns those clients, in order, that may be asked once more in the round within the limit."""
+        """Returns the clients, in order, that may be asked once more in the round within the limit."""
         able = []
         for client in clients:
             cost = self.planned.get(client.index, 0)
@@ -75,7 +70,7 @@ class ByteBudget:
         return able
 
     def record(self, round_index: int, moved_bytes: int) -> TrafficRecord:
-        """Books a complete round and returns its record."""
+        """Counts a complete round and returns its record."""
         self.spent_bytes += moved_bytes
         return TrafficRecord(
             round=round_index,
@@ -87,7 +82,7 @@ class ByteBudget:
 
 
 def _attempt_bytes(method: Method, state: Payload, model: ModelInfo, client: ClientInfo, codec: Codec) -> int:
-    """Returns the bytes of a client's download and of the largest upload that may answer it."""
+    """Returns the bytes of a client's download and of the largest possible upload."""
     download = method.download(state, model, client)
     shapes = method.expected_upload(model, client, download)
     largest = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}

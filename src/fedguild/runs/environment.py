@@ -42,12 +42,10 @@ def describe_environment(device: torch.device, dtype: torch.dtype) -> dict[str, 
 
 
 def device_name(device: torch.device) -> str:
-    """Returns the name of the device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def installed(package: str) -> str | None:
-    """Returns a package's version; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

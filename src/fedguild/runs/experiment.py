@@ -97,11 +97,8 @@ def run(
     """Runs a config in a new folder.
 
     Args:
-        config: The run's config.
-        output: The folder to create.
-        progress: Receiver of progress reports.
         preparation: Builds the experiment; None for simulated clients on this machine alone.
-        callbacks: Receivers of the run's events, beside those that the config names.
+        callbacks: Receivers of the run's events, in addition to those that the config names.
 
     Raises:
         CheckpointError: the folder already holds a run, or another process is working on it.
@@ -132,13 +129,12 @@ def resume(
 ) -> RunResult:
     """Continues a run from its last complete round.
 
-    A run that a callback stopped goes on as if it had not been stopped.
+    A run that a callback stopped continues as if it had not been stopped.
 
     Args:
-        output: The run's folder.
         progress: Receiver of progress reports; told if a damaged checkpoint is skipped for the one before it.
         preparation: As in `run`.
-        round: Goes back to this round, whose checkpoint must still be there; what came after it is removed.
+        round: Goes back to this round, whose checkpoint must still exist; later rounds are removed.
         callbacks: As in `run`.
 
     Raises:
@@ -173,7 +169,7 @@ def resume(
 
 @contextmanager
 def _engine_of(experiment: Experiment) -> Iterator[Engine]:
-    """Makes a run's engine, which may also score its models, and closes it in the end."""
+    """Makes a run's engine, which may also score its models, and closes it at the end."""
     engine, experiment.scorer = make_engine(experiment)
     with closing(engine):
         yield engine
@@ -181,7 +177,7 @@ def _engine_of(experiment: Experiment) -> Iterator[Engine]:
 
 @contextmanager
 def _divergence_noted(folder: Path) -> Iterator[None]:
-    """Notes in a run's folder that its training diverged, for those who come later."""
+    """Records in a run's folder that its training diverged."""
     (folder / DIVERGED).unlink(missing_ok=True)
     try:
         yield
@@ -207,14 +203,12 @@ def evaluate(
     """Scores the global model of one of a run's rounds again.
 
     Args:
-        output: The run's folder.
         round: The round; the last by default.
-        split: Which held-out examples to score.
         metrics: Metrics that were given in Python.
 
     Raises:
         CheckpointError: there is no such run, or no checkpoint of that round.
-        ConfigError: the config names a metric that neither ships nor was given, or the split has no example.
+        ConfigError: the config names a metric that is neither built in nor given, or the split has no example.
     """
     require_split(_written_config(output), split)
     experiment, state, number = restore(output, round, metrics=metrics or {})
@@ -230,12 +224,10 @@ def restore(
     progress: Progress | None = None,
     metrics: Mapping[str, Metric] | None = None,
 ) -> tuple[Experiment, Payload, int]:
-    """Returns a run with its state after a round (by default the last), and the round's number.
+    """Returns a run with its state after a round, and the round's number.
 
     Args:
-        output: The run's folder.
         round: The round; the last by default.
-        progress: Receiver of progress reports.
         metrics: Metrics that were given in Python; None if nothing is to be scored, and so none is needed.
 
     Raises:
@@ -274,8 +266,8 @@ def _callbacks(config: Config, given: Iterable[Callback]) -> list[Callback]:
     """Returns the callbacks that were given, and those that the config names.
 
     Raises:
-        ConfigError: a callback is unknown or no function, does not take its options, or needs a score that the run will
-            not have.
+        ConfigError: a callback is unknown or not a function, does not take its options, or needs a score that the run
+            will not have.
     """
     every = [*listed(given), *(make_callback(named.name, named.options) for named in config.callbacks)]
     check_scores(every, recorded_scores(config, method_of(config)))
@@ -283,20 +275,16 @@ def _callbacks(config: Config, given: Iterable[Callback]) -> list[Callback]:
 
 
 def _tracking(config: Config, progress: Progress | None) -> Tracking:
-    """Returns the callback that sends the run's records to the trackers of its config."""
     return Tracking(config, (progress or Silent()).message)
 
 
 class _Rounds:
-    """The rounds of one run: what is the same in all of them, and what each leaves to the next.
+    """The rounds of one run: what all of them share, and what each passes to the next.
 
     Args:
-        experiment: The run.
-        engine: Its engine.
         state: The state before the first of these rounds.
         first: That round's number.
         accepted: The clients whose uploads of the round before are in the state.
-        callbacks: Receivers of the run's events.
     """
 
     def __init__(
@@ -333,7 +321,7 @@ class _Rounds:
         """Runs the rounds: each is trained and aggregated, evaluated, recorded, and saved.
 
         Args:
-            saved_again: Whether the callbacks get the `Saved` of the round before once more.
+            saved_again: Whether to deliver the previous round's `Saved` to the callbacks once more.
         """
         if saved_again:
             self.delivery.saved(self.last)
@@ -352,7 +340,7 @@ class _Rounds:
         return _ended(self.experiment, self.last, self.delivery)
 
     def _begin(self, number: int) -> Sequence[ClientInfo]:
-        """Returns the clients that a round may ask, after telling that it begins; none if the run ends before it."""
+        """Announces a round and returns the clients that it may ask; none if the run ends before it."""
         experiment = self.experiment
         if self.delivery.reason:
             if not _evaluations(self.log.read()):  # a report needs a score, and the first was still to come
@@ -374,7 +362,7 @@ class _Rounds:
         return clients
 
     def _bytes_refusal(self, bytes_left: ByteBudget, clients: Sequence[ClientInfo], number: int) -> str:
-        """Returns why a round would pass the limit on the run's bytes; empty if it does not.
+        """Returns why a round would exceed the limit on the run's bytes; empty if it would not.
 
         Raises:
             ConfigError: not even the first round is within the limit.
@@ -392,14 +380,14 @@ class _Rounds:
         return refusal
 
     def note(self, event: str, **values: Any) -> None:
-        """Takes what happens: for whoever watches, and whom a server asks for its audit log."""
+        """Records an event: for live views, and in the server's audit log for clients that were asked."""
         self.activity.append(event, **values)
         if event == "asked" and self.experiment.remote is not None:
             self.experiment.remote.note_asked(**values)
 
     @contextmanager
     def _failures_noted(self, number: int) -> Iterator[None]:
-        """Notes a round that fails, too, where a server has an audit log."""
+        """Records a failed round too, in a server's audit log."""
         try:
             yield
         except FedGuildError as error:
@@ -408,9 +396,9 @@ class _Rounds:
             raise
 
     def _judge(self, outcome: Outcome) -> None:
-        """Tells of a round's faults, and ends the run if its training diverged.
+        """Reports a round's faults, and ends the run if its training diverged.
 
-        Under `federation.secure` the server has a mean of the losses, which one client can make what it wants.
+        Under `federation.secure` the server has only a mean of the losses, which a single client can set to any value.
         """
         experiment = self.experiment
         _tell(experiment.progress, outcome)
@@ -428,7 +416,7 @@ class _Rounds:
             )
 
     def _records_of(self, outcome: Outcome) -> list[Record]:
-        """Returns what a round's clients, privacy, bytes and method leave for the log."""
+        """Returns the records of a round's clients, privacy, bytes and method."""
         experiment, number, model = self.experiment, outcome.round, self.setup.model
         records: list[Record] = [*client_records(outcome, model, self.privacy.rules if self.privacy else None)]
         if self.privacy is not None:
@@ -445,7 +433,7 @@ class _Rounds:
         return [*records, *observation_records(number, observed)]
 
     def _scores_of(self, outcome: Outcome) -> list[Record]:
-        """Returns the scores after a round, where the config asks for them in it."""
+        """Returns the scores after a round, if the config asks for them in it."""
         config, number = self.experiment.config, outcome.round
         with outcome.clock.phase("evaluate"):
             if number % config.evaluation.every and number < config.federation.rounds:
@@ -455,14 +443,14 @@ class _Rounds:
             return [*evaluate_state(self.experiment, self.state, number), *seen]
 
     def _record(self, outcome: Outcome, records: list[Record], started: float) -> None:
-        """Writes a round's records to the log, with the time that it took from `started`, and hands them on."""
+        """Writes a round's records to the log, with the time since `started`, and delivers them to the callbacks."""
         outcome.phase_seconds["checkpoint"] = self.saving_seconds
         records.append(_round_record(outcome, time.perf_counter() - started + self.saving_seconds))
         self.log.append(*records)
         self.delivery.recorded(outcome.round, records)
 
     def _save(self, number: int) -> None:
-        """Writes a round's checkpoint, with which it is complete."""
+        """Writes a round's checkpoint, which completes it."""
         started = time.perf_counter()
         self.state = _save(self.experiment, number, self.state, self.accepted)
         self.saving_seconds, self.last = time.perf_counter() - started, number
@@ -470,18 +458,13 @@ class _Rounds:
 
 
 def write_report(folder: Path) -> Path:
-    """Writes a run's report page; returns its file."""
     from fedguild.report import html  # matplotlib takes a second to import, and only a whole run needs it
 
     return html.write_report(folder)
 
 
 def _ended(experiment: Experiment, last: int, delivery: Delivery) -> RunResult:
-    """Writes the report after the last round, and why it is the last if a callback stopped the run.
-
-    Returns:
-        The result.
-    """
+    """Writes the report after the last round, and, if a callback stopped the run, the reason; returns the result."""
     experiment.progress.stage("Writing the report")
     report = write_report(experiment.folder)
     if delivery.reason and last < experiment.config.federation.rounds:
@@ -499,7 +482,7 @@ def _evaluations(records: Iterable[Record]) -> list[EvaluationRecord]:
 
 
 def _charged(experiment: Experiment, number: int) -> list[ClientInfo]:
-    """Returns the clients whose budgets reach for a round, after entering it in the accounts of those it asks."""
+    """Charges the clients that a round asks, and returns those whose privacy budgets allow it."""
     privacy, rules = experiment.privacy, experiment.config.federation
     assert privacy is not None
     clients = [client for client in experiment.clients if privacy.accounts.affords(client, number)]
@@ -511,7 +494,7 @@ def _charged(experiment: Experiment, number: int) -> list[ClientInfo]:
 
 
 def _all_stopped(experiment: Experiment, state: Payload, last: int, accepted: Collection[int]) -> None:
-    """Says that no client can afford another round, and sees to the scores after the last.
+    """Reports that no client can afford another round, and scores the last one.
 
     Raises:
         ConfigError: not even the first round was affordable.
@@ -526,7 +509,7 @@ def _all_stopped(experiment: Experiment, state: Payload, last: int, accepted: Co
 
 
 def _again(privacy: Privacy | None, bytes_left: ByteBudget | None) -> Again | None:
-    """Returns what decides who may be asked once more in a round: the clients' privacy, and the bytes that are left."""
+    """Returns the function that decides who may be asked once more: by the clients' privacy and the bytes left."""
     if bytes_left is None:
         return None if privacy is None else privacy.accounts.again
 
@@ -546,7 +529,7 @@ def _score_last(experiment: Experiment, state: Payload, last: int, accepted: Col
 
 
 def _tell_spent(progress: Progress, spent: PrivacyRecord) -> None:
-    """Reports what the clients have spent, and who takes part no more."""
+    """Reports the privacy that the clients have spent, and who has stopped taking part."""
     highest = max(spent.epsilon, default=0.0)
     stopped = f"; stopped: {', '.join(map(str, spent.stopped))}" if spent.stopped else ""
     progress.message(f"Round {spent.round}: ε up to {highest:.3f} at δ = {spent.delta:g} per {spent.unit}{stopped}")
@@ -579,7 +562,7 @@ def _tell(progress: Progress, outcome: Outcome) -> None:
 
 
 def _save(experiment: Experiment, number: int, state: Payload, accepted: Collection[int] = ()) -> Payload:
-    """Writes a round's checkpoint; returns the state, its history mapped from the files."""
+    """Writes a round's checkpoint; returns the state, its history memory-mapped from the files."""
     folder = experiment.folder / CHECKPOINTS
     saved = checkpoint.save(
         folder,
@@ -615,7 +598,7 @@ def _write_facts(experiment: Experiment) -> None:
 
 
 def _told_cut(experiment: Experiment) -> dict[str, int]:
-    """Returns how many training texts are cut, after saying so; nothing where the texts are on other machines."""
+    """Reports and returns how many training texts are cut; empty if the texts are on other machines."""
     if experiment.remote is not None:
         return {}
     tokenizer, longest = experiment.backbone.tokenizer, experiment.config.data.max_length

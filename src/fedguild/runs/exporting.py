@@ -47,8 +47,6 @@ class Exported:
     """An exported model.
 
     Attributes:
-        folder: The folder.
-        format: The form.
         reason: Why another form than the requested one was written; empty otherwise.
     """
 
@@ -58,17 +56,17 @@ class Exported:
 
     @property
     def audience(self) -> str:
-        """For whom the form is, in one sentence."""
+        """Who the form is for, in one sentence."""
         return AUDIENCES[self.format]
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The model to export: the global one as a budget runs it, or a client's own.
+    """The model to export: the global one at a budget, or a client's own.
 
     Attributes:
-        budget: Name of the budget; empty where a client is named.
-        client: Name of the client, `client-000`; empty where a budget is named.
+        budget: Name of the budget; empty if a client is named.
+        client: Name of the client, `client-000`; empty if a budget is named.
 
     Raises:
         ConfigError: not exactly one of them is named.
@@ -101,21 +99,20 @@ def export(
     """Writes a model of a run in a form that other programs load.
 
     `peft` is an adapter with fused experts, `per-expert` one with a key for every expert, `merged` a whole checkpoint
-    with the number of active experts in its config. Where an adapter alone cannot carry the model (an output scale
+    with the number of active experts in its config. If an adapter alone cannot represent the model (an output scale
     other than 1, active experts other than the base model's own, weights trained in full, merged changes of a high
-    rank), the merged form is written; where the method acts beside the weights, a checkpoint with its own modelling
-    code (`code`). `reason` then says why.
+    rank), the merged form is written. If the weights cannot either, a checkpoint with the method's own modelling code
+    (`code`) is written. `reason` then says why.
 
     Args:
-        subject: The model to export; None for the global one as the largest budget runs it.
+        subject: The model to export; None for the global one at the largest budget.
         output: The folder to write; new or empty.
         round: The round to take the model from; the last by default.
 
     Raises:
         CheckpointError: there is no such run, or no checkpoint of that round.
         ConfigError: the budget or the client is unknown, or there is no global model.
-        ModelError: no form holds what the method trains, or the merged form is needed, but the
-            backbone is in 4 bit.
+        ModelError: no form holds what the method trains, or the merged form is needed, but the backbone is in 4 bit.
         FedGuildError: the output folder is not empty, or cannot be written.
     """
     require_new(output)
@@ -127,7 +124,7 @@ def load_attached(run_folder: Path, subject: Subject | None = None, round: int |
     """Returns a model of a run as a transformers model with its adapter and routing attached, and the run.
 
     Args:
-        subject: The model; None for the global one as the largest budget runs it.
+        subject: The model; None for the global one at the largest budget.
         round: The round to take the model from; the last by default.
 
     Raises:
@@ -182,7 +179,7 @@ def _write(experiment: Experiment, deployment: Deployment, origin: Origin, outpu
 
 
 def _possible(experiment: Experiment, deployment: Deployment, format: Form) -> tuple[Form, str]:
-    """Returns the form in which a deployment can be written, the wanted one where possible, and the reason if not.
+    """Returns the form in which a deployment can be written, the requested one if possible, and the reason if not.
 
     Raises:
         ModelError: there is none.
@@ -216,7 +213,6 @@ def _base(path: str, folder: Path, output: Path) -> str:
 
 
 def _largest(experiment: Experiment) -> Subject:
-    """Returns the global model as the largest budget runs it."""
     return Subject(budget=max(experiment.budgets, key=lambda one: (one.active_experts, one.rank or 0)).name)
 
 
@@ -239,7 +235,7 @@ def _client(experiment: Experiment, subject: Subject) -> ClientInfo:
 
 
 def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subject) -> tuple[Deployment, Origin]:
-    """Returns one of an experiment's models, and where it comes from.
+    """Returns one of an experiment's models, and its origin.
 
     Args:
         state: The method's state; for a client's own model, its excerpt.
@@ -263,7 +259,7 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
 
 
 def _privacy(experiment: Experiment, number: int) -> str:
-    """Returns what the run promised the clients of its global model after a round; empty for nothing."""
+    """Returns the privacy promised to the clients of the run's global model after a round; empty for none."""
     if experiment.config.privacy.unit == "none":
         return ""
     run = load_run(experiment.folder, needs_scores=False)
@@ -273,7 +269,7 @@ def _privacy(experiment: Experiment, number: int) -> str:
 
 
 def _deployed(experiment: Experiment, state: Payload, number: int, subject: Subject) -> tuple[Budget, Deployment]:
-    """Returns the subject's budget and model, with as many active experts as the run's tables score it with.
+    """Returns the subject's budget and model, with the active experts of the run's tables.
 
     `state` is the method's state; for a client's own model, its excerpt.
     """

@@ -1,4 +1,4 @@
-"""The differential privacy of a run, from its config: what is checked before anything loads, and what it is made of."""
+"""The differential privacy of a run, from its config: checks before anything is loaded, and its parts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from fedguild.server.private_mean import PrivateMean
 
 
 def rules_of(config: Config) -> PrivacyRules | None:
-    """Returns the rules of the config's differential privacy; None without."""
     federation = config.federation
     if config.privacy.unit == "none":
         return None
@@ -36,12 +35,11 @@ def check_privacy(method: Method, config: Config, *, equal_shapes: bool) -> None
     """Checks that a run can keep what its differential privacy promises.
 
     Args:
-        method: The method.
-        config: The run's config.
         equal_shapes: Whether the clients' adapters have the same shapes at all budgets.
 
     Raises:
-        ConfigError: something would leave a client that no account holds, or the settings do not fit each other.
+        ConfigError: something would leave a client that the accounting does not cover, or the settings do not fit each
+            other.
     """
     privacy, federation, evaluation = config.privacy, config.federation, config.evaluation
     if privacy.unit == "none":
@@ -76,7 +74,7 @@ def check_privacy(method: Method, config: Config, *, equal_shapes: bool) -> None
 
 
 def require_public_scores(config: Config) -> None:
-    """Raises ConfigError if differential privacy does not declare the scores of the clients' own models."""
+    """Raises ConfigError unless the privacy settings declare the scores of the clients' own models public."""
     if config.privacy.unit != "none" and "scores" not in config.privacy.public:
         raise ConfigError(
             "There is no global model to score here, and scores of the clients' own models are not public.",
@@ -85,7 +83,7 @@ def require_public_scores(config: Config) -> None:
 
 
 def _check_central(method: Method, config: Config, *, equal_shapes: bool) -> None:
-    """Raises ConfigError if noise on a mean cannot stand for every upload."""
+    """Raises ConfigError if noise on a mean does not cover everything in the uploads."""
     federation = config.federation
     if not method.is_mean or not equal_shapes:
         reason = "is no mean" if not method.is_mean else "is over adapters of unequal shapes"
@@ -104,13 +102,12 @@ def _check_central(method: Method, config: Config, *, equal_shapes: bool) -> Non
 
 @dataclass(frozen=True)
 class Privacy:
-    """The differential privacy of a run, where it is computed.
+    """The differential privacy of a run, on the machine that computes it.
 
     Attributes:
-        rules: The run's rules.
         accounts: What the clients have spent.
-        noise: Where this machine's noise comes from.
-        examples: Client -> its number of training examples, where the guarantee depends on it.
+        noise: The source of this machine's noise.
+        examples: Client -> its number of training examples, if the guarantee depends on it.
         is_simulation: Whether the clients are simulated, and the noise follows from the run's seed.
     """
 
@@ -121,21 +118,19 @@ class Privacy:
     is_simulation: bool
 
     def of_round(self, client: ClientInfo, round_index: int) -> Noise:
-        """Returns the noise of a client in a round."""
         return self.noise.child("client", client.index, "round", round_index)
 
     def dp_sgd(self) -> Private | None:
-        """Returns the function from a client and a round to its DP-SGD; None where the unit is not an example."""
+        """Returns the function from a client and a round to its DP-SGD; None unless the unit is an example."""
         if not self.rules.per_example:
             return None
         return lambda client, number: self.rules.dp_sgd(self.examples(client.index), self.of_round(client, number))
 
     def simulated(self, engine: Engine) -> Engine:
-        """Returns an engine whose simulated clients say no more than real ones."""
         return PrivateEngine(engine, self.rules, lambda task: self.of_round(task.client, task.round), self.examples)
 
     def mean(self) -> PrivateMean | None:
-        """Returns the server's mechanism; None where clients add the noise."""
+        """Returns the server's mechanism; None if clients add the noise."""
         if not self.rules.settings.is_central:
             return None
         return PrivateMean(self.rules.settings.clip, self.rules.noise_multiplier(0), self.noise.child("server"))
@@ -157,8 +152,6 @@ def privacy_of(config: Config, folder: Path, examples: Callable[[int], int], *, 
     """Returns the differential privacy of a run, with its ledger; None without.
 
     Args:
-        config: The run's config.
-        folder: The run's folder.
         examples: Returns a client's number of training examples.
         real: Whether the clients train on their own machines.
     """

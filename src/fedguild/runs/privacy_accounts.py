@@ -1,4 +1,4 @@
-"""The clients' privacy accounts as the party that releases keeps them: what each has spent, and who may go on."""
+"""The clients' privacy accounts, kept by the party that releases: what each has spent, and who may continue."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ class PrivacyAccounts:
     """The accounts of a run.
 
     Attributes:
-        rules: The run's rules.
         ledger: What was released.
-        examples: Returns a client's number of training examples, where the guarantee depends on it.
-        attempt: Returns what distinguishes an execution of a round from all others; empty where a repeated round
-            releases the same bits.
+        examples: Returns a client's number of training examples, if the guarantee depends on it.
+        attempt: Returns what distinguishes an execution of a round from all others; empty if a repeated round releases
+            the same bits.
     """
 
     rules: PrivacyRules
@@ -33,11 +32,10 @@ class PrivacyAccounts:
     attempt: Callable[[], str] = str
 
     def epsilon(self, client: ClientInfo, round_index: int) -> float:
-        """Returns what a client has spent after a round."""
         return epsilon(self._releases(client, round_index), self.rules.settings.delta)
 
     def affords(self, client: ClientInfo, round_index: int) -> bool:
-        """Whether a client's budget reaches for a round, after those before it."""
+        """Whether a client's budget allows a round, after those before it."""
         budget = self.rules.settings.budget
         if budget is None:
             return True
@@ -45,16 +43,14 @@ class PrivacyAccounts:
         return epsilon(releases, self.rules.settings.delta) <= budget * (1 + SLACK)
 
     def release(self, client: ClientInfo) -> Release:
-        """Returns what a round releases about a client."""
         return self.rules.release(self.examples(client.index))
 
     def charge(self, round_index: int, asked: Iterable[ClientInfo], clients: Iterable[ClientInfo]) -> None:
         """Enters a round before it begins.
 
         Args:
-            round_index: The round.
             asked: The clients that it asks.
-            clients: All that could take part, who all pay where nobody knows who was asked.
+            clients: All that could take part; they all pay if nobody knows who was asked.
         """
         key = f"{round_index}{self.attempt()}"
         for client in clients if self.rules.settings.sampling == "secret" else asked:
@@ -63,11 +59,10 @@ class PrivacyAccounts:
     def again(self, round_index: int, clients: Sequence[ClientInfo]) -> list[ClientInfo]:
         """Returns the clients that may be asked once more in a round, after entering the further attempt.
 
-        It costs nothing where the clients repeat the same bits, or the server adds the noise, once for all attempts.
+        It costs nothing if the clients repeat the same bits, or if the server adds the noise, once for all attempts.
 
         Args:
-            round_index: The round.
-            clients: Whom the round asked, and whose uploads it lacks.
+            clients: The clients that the round asked, and whose uploads are missing.
         """
         if not self.attempt() or self.rules.settings.is_central:
             return list(clients)
@@ -76,7 +71,6 @@ class PrivacyAccounts:
         return able
 
     def record(self, round_index: int, clients: Sequence[ClientInfo]) -> PrivacyRecord:
-        """Returns the record of what every client has spent after a round."""
         settings = self.rules.settings
         return PrivacyRecord(
             round=round_index,
@@ -89,10 +83,10 @@ class PrivacyAccounts:
         )
 
     def _releases(self, client: ClientInfo, round_index: int) -> list[Release]:
-        """Returns what was released about a client.
+        """Returns the releases about a client.
 
-        Where a repeated round releases the same bits, those of later rounds, to which a run that went back has yet to
-        come again, do not count yet.
+        If a repeated round releases the same bits, releases of later rounds, which a run that went back has yet to
+        repeat, do not count yet.
         """
         entries = self.ledger.releases(client.name)
         if self.attempt():

@@ -1,4 +1,4 @@
-"""Conversion of a round's outcome and of scores into the records that a run writes."""
+"""Conversion of a round's outcome and of scores to a run's records."""
 
 from __future__ import annotations
 
@@ -33,13 +33,7 @@ Where = tuple[Scope, int, Literal["test", "validation"]]
 
 
 def client_records(outcome: Outcome, model: ModelInfo, rules: PrivacyRules | None = None) -> list[ClientRecord]:
-    """Returns a record for each client that trained in the round, without what it withholds.
-
-    Args:
-        outcome: The round.
-        model: The backbone's description.
-        rules: The run's differential privacy; None without.
-    """
+    """Returns a record for each client that trained in the round, without what it withholds."""
     records = []
     for delivery in outcome.deliveries:
         client, plan, report = delivery.task.client, delivery.plan, delivery.report
@@ -69,7 +63,7 @@ def client_records(outcome: Outcome, model: ModelInfo, rules: PrivacyRules | Non
 
 
 def _public_steps(rules: PrivacyRules, delivery: Delivery) -> int | None:
-    """Returns a training's steps where they follow from what is public: 0 of one that failed; None elsewhere."""
+    """Returns a training's steps if they follow from what is public, 0 for one that failed; else None."""
     public = rules.said_steps(delivery.task.client.examples)
     if public is None:
         return None
@@ -124,15 +118,14 @@ def summary_record(name: Score, records: Sequence[EvaluationRecord]) -> Evaluati
 def believable_tokens(
     clients: Sequence[ClientInfo], tokens: Mapping[int, int], training: TrainingSettings
 ) -> dict[int, int]:
-    """Returns client index -> the tokens by which its activations count among those of all clients.
+    """Returns client index -> the tokens with which its activations are weighted among those of all clients.
 
-    They are what it reports, but per step no more than `LONGEST_TEXTS` times the median client's, so that no client
-    decides by a number alone which experts a run is said to use.
+    They are what it reports, but per step no more than `LONGEST_TEXTS` times the median client's, so that no single
+    client's number can determine the run's recorded expert usage.
 
     Args:
-        clients: The clients, with the examples by which they weigh, from which follow their steps.
+        clients: The clients, with the examples by which they are weighted, which determine their steps.
         tokens: Client index -> the training tokens that it reports.
-        training: The run's settings of training.
     """
     steps = {client.index: steps_in_round(max(1, client.examples), training) for client in clients}
     rates = [tokens[client] / steps[client] for client in tokens if tokens[client]]
@@ -170,7 +163,6 @@ def routing_record(number: int, frequency: Mapping[int, Tensor], tokens: Mapping
 
 
 def observation_records(number: int, observations: Sequence[Observation]) -> list[ObservationRecord]:
-    """Returns the records of a method's observations of a round."""
     return [
         ObservationRecord(
             round=number,

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure of the report; the last expression of a notebook's cell shows it.
+    """A figure of the report; a notebook shows it if it is the last expression of a cell.
 
     Attributes:
         name: Its name, for example `scores`.
@@ -80,21 +80,21 @@ class Figures(Mapping[str, Figure]):
 
 @dataclass(frozen=True)
 class RunResult:
-    """A finished run, or what a run in progress has reached.
+    """A finished run, or the current results of a run in progress.
 
     Attributes:
         folder: The run's folder.
         rounds: Number of the last round.
         scores: Budget -> score of the global model after that round, from 0 to 1.
         mean: Mean over the budgets, or over the clients if every client has its own model.
-        report: The report's page; `evaluate` leaves it as it is, so that one of a run that was cut off may be missing.
+        report: The report's page; `evaluate` does not write it, so it may be missing for a run that was interrupted.
         own: Client -> score of its own model on its own data; empty if not evaluated.
-        trained: Client -> score of the model that its training left; empty if not evaluated.
+        trained: Client -> score of its model right after its training; empty if not evaluated.
         received: Client -> score of the model with which it would begin its next round; empty if not evaluated.
         pooled: Client -> score of the latter on all clients' data; empty if not evaluated.
         summaries: `mean`, `mtal`, `trained`, `received` and `pooled`, those that were evaluated.
         deviations: Summaries over clients -> the sample standard deviation, if there are at least two clients.
-        stopped: The reason for which a callback stopped the run; empty if none did.
+        stopped: Why a callback stopped the run; empty if none did.
 
     Examples:
         >>> import fedguild
@@ -156,9 +156,9 @@ class Comparison:
         tables: Column -> its table; one without a name, if the comparison has no columns.
         runs: Column -> row -> the folders of its runs, in the order of their seeds.
         pages: Column -> its page.
-        name: The name of the shipped table; empty if it is none.
-        scores: Row of the shipped table -> the score that its overview shows.
-        overview: The Markdown file with the whole shipped table; None if it is none.
+        name: The name of the built-in table; empty for other comparisons.
+        scores: Row of the built-in table -> the score that its overview shows.
+        overview: The Markdown file with the whole built-in table; None for other comparisons.
 
     Examples:
         >>> import fedguild
@@ -194,7 +194,7 @@ class Comparison:
     def frame(self) -> pandas.DataFrame:
         """Returns a row for each column, row, seed and score (a budget's, or a mean).
 
-        `difference` is that to the reference, paired by seed; missing where the reference has no such score.
+        `difference` is relative to the reference, paired by seed; missing if the reference has no such score.
         """
         import pandas
 
@@ -380,7 +380,7 @@ def load_run(folder: str | Path) -> RunResult:
     """Returns the result of a run from its folder, without loading a model.
 
     Args:
-        folder: The folder that `run` or `fedguild run` wrote; the run may still be going on.
+        folder: The folder that `run` or `fedguild run` wrote; the run may be in progress.
 
     Raises:
         CheckpointError: the folder is not that of a run, a file of it is damaged, or it has no score yet.
@@ -427,7 +427,7 @@ def result_of(folder: Path, number: int, records: Sequence[Record], report: Path
 
 
 def stopping_reason(folder: Path) -> str:
-    """Returns the reason for which a callback stopped a run; empty if none did.
+    """Returns why a callback stopped a run; empty if none did.
 
     Raises:
         CheckpointError: the file that holds it is damaged.
@@ -448,10 +448,10 @@ def divergence(folder: Path) -> str:
 
 
 def has_begun(folder: Path) -> bool:
-    """Whether a run in a folder got as far as its first checkpoint.
+    """Whether the run in a folder has reached its first checkpoint.
 
-    A folder without one, and without a record of a round, is what is left of a start that failed or was killed: a new
-    start may take it.
+    A folder without one, and without a record of a round, is left over from a start that failed or was killed; a new
+    start may use it.
     """
     from fedguild.measuring.log.records import RunLog
     from fedguild.server import checkpoint
@@ -464,5 +464,4 @@ def has_begun(folder: Path) -> bool:
 
 
 def write_stopping_reason(folder: Path, number: int, reason: str) -> None:
-    """Notes that a callback stopped a run after a round."""
     write_json(folder / STOPPED, {"round": number, "reason": reason})

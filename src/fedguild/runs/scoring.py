@@ -1,4 +1,4 @@
-"""Scoring of a run's models: the global model at every budget, and each client's: its own, as trained, as received."""
+"""Scoring of a run's models: the global model at every budget, and each client's own, as trained and as received."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
 def diagnosed(experiment: Experiment, state: Payload, number: int) -> list[Record]:
     """Returns what the budgets' active experts change in the layers of the global model, on some of the scored texts.
 
-    Nothing for a dense model, for a method without a global model, and where the engine's processes hold the weights.
+    Empty for a dense model, for a method without a global model, and if the engine's processes hold the weights.
     """
     settings, method, model = experiment.config.evaluation, experiment.method, experiment.backbone.info
     texts = experiment.data.pooled(settings.split, DIAGNOSED_TEXTS, experiment.config.seed)
@@ -127,16 +127,16 @@ def require_scorable(experiment: Experiment) -> None:
 
 
 def _scores_own_models(experiment: Experiment, *, has_global_model: bool) -> bool:
-    """Whether every client's own model is scored: where the config asks for it, or there is nothing else to score."""
+    """Whether every client's own model is scored: if the config asks for it, or there is nothing else to score."""
     settings = experiment.config.evaluation
     return settings.clients or not (has_global_model or settings.trained)
 
 
 def recorded_scores(config: Config, method: Method) -> dict[str, set[str]]:
-    """Returns the scores of a run's budgets and means, as far as its config tells, and the metrics beside each.
+    """Returns the scores of a run's budgets and means, as far as its config determines them, and the metrics of each.
 
-    A metric may still be absent where no example of the data has it. With real clients the server may lack examples for
-    a global model, and then has the clients' mean.
+    A metric may still be missing if no example of the data has it. With real clients the server may lack examples for a
+    global model, and then has the clients' mean.
     """
     settings, real = config.evaluation, config.federation.engine.name == "flower"
     measures = {"accuracy", corpus_spec(config.data.dataset).metric, *settings.metrics}
@@ -174,11 +174,10 @@ def score_clients(
 
     Args:
         experiment: The run; with real clients, the run of one of them.
-        scope: `client` for a client's own model, `trained` for the model that its training left, `received` for the one
+        scope: `client` for a client's own model, `trained` for its model right after training, `received` for the one
             with which it would begin its next round.
         excerpt_of: Returns a client's excerpt of the state.
         number: The round that led to the state.
-        split: The split with the examples.
         known: Scores of the same examples by the models that have them; those of other models are added.
     """
     models = _models(experiment, scope, excerpt_of, number)
@@ -194,7 +193,7 @@ def score_clients(
 
 
 def _content(models: Sequence[Model]) -> Content | None:
-    """Returns what several models are, equal only for the same ones; None where the backbone was changed."""
+    """Returns a key of several models, equal only for the same ones; None if the backbone was changed."""
     if any(deployment.merged for _, _, deployment in models):
         return None
     return tuple((name, budget, one.plan, digest_of(one.tensors)) for name, budget, one in models)
@@ -284,7 +283,7 @@ def _loaded(
 def _batch_tokens(
     experiment: Experiment, plans: Sequence[AdapterPlan], device: torch.device, free: Callable[[], int]
 ) -> int:
-    """Returns the tokens of a batch: the config's, or as many as fit a GPU's memory beside the loaded slots."""
+    """Returns the tokens of a batch: the config's, or as many as fit a GPU's memory besides the loaded slots."""
     wanted, backbone = experiment.config.evaluation.batch_tokens, experiment.backbone
     if wanted != "auto":
         return wanted
@@ -356,7 +355,7 @@ def _model(experiment: Experiment, scope: OwnScope, excerpt: Payload, client: Cl
 def _scored_once(
     experiment: Experiment, models: Sequence[Model], examples: Sequence[Example], where: Where
 ) -> list[EvaluationRecord]:
-    """Scores several models on the same examples; those that are one and the same are scored once."""
+    """Scores several models on the same examples; identical models are scored once."""
     distinct: dict[object, Model] = {}
     keys = []
     for model in models:

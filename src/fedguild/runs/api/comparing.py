@@ -1,4 +1,4 @@
-"""Comparing configs over seeds, or a table that ships with FedGuild."""
+"""Comparing configs over seeds, or a built-in table."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def compare(
     progress: ProgressOf = silent,
     tell: Tell = say_nothing,
 ) -> Comparison:
-    """Runs several configs over several seeds, or a table that ships with FedGuild, and compares them.
+    """Runs several configs over several seeds, or a built-in table, and compares them.
 
     Every config and seed is a run in `output/NAME/seed-N` (`output/COLUMN/ROW/seed-N` in a table with columns).
-    Finished runs are kept, unfinished ones are resumed: the same call continues after an interruption. A partition that
-    is a function is known by its name only, so give another `output` after a change of it.
+    Finished runs are kept, unfinished ones are resumed: the same call continues after an interruption. A function given
+    as the partition is identified by its name only, so use another `output` after changing it.
 
     Args:
         configs: Presets, files, mappings or configs; or the name of a table that `fedguild presets METHOD` lists.
@@ -107,12 +107,11 @@ def compare(
 
 
 def default_folder(configs: str | Sequence[Given]) -> Path:
-    """Returns the folder of a comparison's runs where none is given: `runs/TABLE` of a table, else `runs/compare`."""
     return Path("runs") / configs.replace("/", "-") if isinstance(configs, str) else Path("runs/compare")
 
 
 def is_table(name: object) -> bool:
-    """Whether this is the name of a table that ships with FedGuild."""
+    """Whether this is the name of a built-in table."""
     return any(table.name == name for table in tables())
 
 
@@ -142,9 +141,9 @@ def _folders(rows: Mapping[str, Sequence[Cell]]) -> dict[str, list[Path]]:
 
 
 def _table_figures(grid: RunGrid, runs: Mapping[Path, Run], table: Table) -> dict[str, Callable[[float], str]]:
-    """Returns a table's figures of the comparison's own runs: caption -> what draws the figure at a width in inches.
+    """Returns the figures of a table from the comparison's own runs: caption -> function of a width in inches.
 
-    One for which a cell was not run is left out.
+    A figure that needs a cell which was not run is left out.
     """
     from fedguild.report.table_figures import CellScores, for_page
 
@@ -164,10 +163,12 @@ def _table(name: str) -> ShippedTable:
 
 
 def _reference(asked: str | None, grid: RunGrid, table: Table | None) -> str:
-    """Returns the name of the row that the others are compared with: the one asked for, the table's own, or the last.
+    """Returns the row that the others are compared with: the one asked for, the table's own, or the last.
+
+    A config may be given as it was passed, or by its name.
 
     Raises:
-        ConfigError: there is no such row. A config may be meant as it was given, or by its name.
+        ConfigError: there is no such row.
     """
     names = [cell.config.name for cell in grid.cells]
     if asked is None:

@@ -1,4 +1,4 @@
-"""A first config from six answers: checked, and with a comment on every line that one may want to change."""
+"""A first config from six answers: checked, with a comment on every line that is likely to be changed."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ class Data:
     """The data of a draft.
 
     Attributes:
-        corpus: Name of the corpus.
-        train: File, folder or hub id; None for data that the corpus brings along.
+        train: File, folder or hub id; None for data that comes with the corpus.
         options: Options of the corpus.
         rows: Number of training rows; None if the data is not on this machine.
-        columns: The columns that were found; empty alike.
+        columns: The columns found; empty if the data is not on this machine.
         labelled: Whether rows have labels over which a partition can be drawn.
     """
 
@@ -48,7 +47,7 @@ class Data:
     labelled: bool = True
 
     def summary(self) -> str:
-        """Returns what was found, as one sentence; empty if nothing was looked at."""
+        """Returns what was found, as one sentence; empty if the data was not read."""
         return "" if self.rows is None else f"{self.train}: {self.rows} rows with {', '.join(self.columns)}."
 
 
@@ -58,7 +57,6 @@ class Answers:
 
     Attributes:
         model: A `model.path`.
-        data: The data.
         clients: Number of clients.
         budgets: Active experts of each tier of clients, or LoRA ranks for a dense model, largest first.
         method: Name of the method.
@@ -91,12 +89,12 @@ def describe_model(path: str) -> ModelInfo | None:
 
 
 def look_at_data(answer: str, columns: Mapping[str, str] | None = None) -> Data:
-    """Returns the data that an answer means: a corpus, a file or folder, which is read, or a dataset on the hub.
+    """Returns the data that an answer names: a corpus, a file or folder, which is read, or a dataset on the hub.
 
     Args:
         answer: A name in `fedguild.data.CORPORA`, a path, or `owner/name`.
-        columns: What a column holds (`instruction`, `response`, `input`, `label`) -> its name, where it has none of the
-            usual ones.
+        columns: Content of a column (`instruction`, `response`, `input`, `label`) -> its name, if it is not a usual
+            one.
 
     Raises:
         DataError: there is no such data, it cannot be read, or no column can be the instruction or the response.
@@ -130,25 +128,20 @@ def look_at_data(answer: str, columns: Mapping[str, str] | None = None) -> Data:
 
 
 def default_budgets(model: ModelInfo | None) -> tuple[int, ...]:
-    """Returns the tiers to begin with: halves of the model's active experts, or of a LoRA rank."""
+    """Returns the first tiers: halves of the model's active experts, or of a LoRA rank."""
     largest = model.top_k if model is not None and model.moe else LARGEST_RANK
     return tuple(largest >> step for step in range(4) if largest >> step)
 
 
 def default_method(model: ModelInfo | None, budgets: tuple[int, ...]) -> str:
-    """Returns the method to begin with: FLAME for unequal budgets of experts, FlexLoRA for ranks, else FedIT."""
+    """Returns the first method: FLAME for unequal budgets of experts, FlexLoRA for ranks, else FedIT."""
     if len(budgets) < 2:
         return "fedit"
     return "flame" if model is not None and model.moe else "flexlora"
 
 
 def draft(answers: Answers, file: Path) -> str:
-    """Returns a commented config, not yet checked.
-
-    Args:
-        answers: The answers.
-        file: Where it will be written.
-    """
+    """Returns a commented config, not yet checked, for a new `file`."""
     model, data = describe_model(answers.model), answers.data
     small = answers.model in ("embedded", "english")
     experts = bool(model is None or model.moe)
@@ -205,12 +198,12 @@ def draft(answers: Answers, file: Path) -> str:
 
 
 def check(text: str, file: Path) -> Config:
-    """Returns a draft's config after checking everything that can be checked without the network.
+    """Returns a draft's config after every check that needs no network.
 
-    Data on this machine is dealt to the clients as a run would.
+    Data on this machine is partitioned as in a run.
 
     Raises:
-        FedGuildError: the method does not fit the model or the budgets, or the data does not reach for the clients.
+        FedGuildError: the method does not fit the model or the budgets, or there is too little data for the clients.
     """
     from fedguild.runs.setup import check_config, prepare_data
 
@@ -242,7 +235,6 @@ def write(text: str, file: Path) -> None:
 
 
 def require_method(name: str) -> None:
-    """Raises ConfigError unless there is such a method."""
     if name not in METHODS:
         raise ConfigError(f"There is no method '{name}'.", nearest(name, METHODS))
 
@@ -283,7 +275,7 @@ def _partition(answers: Answers, rows: int) -> list[str]:
 
 
 def _text(value: str | None) -> str:
-    """Returns a text as YAML writes it, quoted where it could be read as something else."""
+    """Returns a text as YAML, quoted if it could be read as something else."""
     try:
         plain = parse(str(value), "") == value and "#" not in str(value)
     except FedGuildError:

@@ -28,7 +28,6 @@ class Generator:
     """A run's model with its tokenizer and the prompt template that it was trained with.
 
     Attributes:
-        model: The model.
         template: Name of the template.
         seq2seq: The input form of an encoder-decoder model; None for a causal model.
     """
@@ -45,9 +44,9 @@ class Generator:
         Args:
             prompt: The instruction; with `raw`, the whole prompt.
             max_new_tokens: Longest answer, in tokens.
-            temperature: 0 for the likeliest token each time; above 0, of the sampling.
+            temperature: 0 to take the likeliest token each time; above 0 to sample.
             seed: Seed of the sampling.
-            raw: Whether the prompt is given to the model without the template.
+            raw: Whether to give the prompt to the model without the template.
 
         Raises:
             ConfigError: the prompt is empty, or an argument is out of range.

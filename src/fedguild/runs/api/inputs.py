@@ -1,4 +1,4 @@
-"""Arguments of the API that a config cannot hold, as the settings and files that stand for them."""
+"""Arguments of the API that a config cannot hold, and the settings and files that represent them."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ Partition = PartitionScheme | Assignment
 
 @dataclass(frozen=True)
 class Inputs:
-    """What was given in Python: the settings that stand for it, and the objects themselves.
+    """Data, metrics and callbacks given in Python, and the settings that represent them.
 
     Attributes:
-        layers: Settings, above a config's and below its overrides.
+        layers: Settings that override a config's and are overridden by its overrides.
         data: The data and the partition; None if the config names them.
-        metrics: The metrics by name.
-        callbacks: The callbacks.
     """
 
     layers: tuple[Layer, ...] = ()
@@ -56,7 +54,7 @@ class Inputs:
         return bool(self.metrics or self.callbacks)
 
     def config(self, given: Given, overrides: Sequence[str], between: Sequence[Layer] = ()) -> Config:
-        """Returns a config with the settings of what was given, which lie above `between`.
+        """Returns a config with the settings of these inputs, which override `between`.
 
         Raises:
             ConfigError: there is no such config, or a setting is wrong.
@@ -69,7 +67,6 @@ class Inputs:
         return load_config(config, [f"evaluation.metrics={json.dumps(names)}"])
 
     def preparation(self) -> Preparation:
-        """Returns the function that builds a run from its config and these objects."""
         from fedguild.runs.setup import prepare
 
         return partial(prepare, data=self.data, metrics=self.metrics)
@@ -81,13 +78,13 @@ def gather(
     metrics: Mapping[str, Metric] | None = None,
     callbacks: Iterable[Callback] = (),
 ) -> Inputs:
-    """Returns what was given in Python.
+    """Collects what was given in Python.
 
     Raises:
         DataError: the dataset is of no accepted kind, or has no rows to train on, or the partition has an entry that is
-            no integer.
+            not an integer.
         ConfigError: the partition is neither a function nor an assignment, a metric's name is taken, or a callback is
-            no function.
+            not a function.
     """
     from fedguild.runs.callbacks import listed
 
@@ -121,7 +118,7 @@ def gather(
 
 
 def _scheme(partition: Partition) -> tuple[PartitionScheme, str]:
-    """Returns a partition as a function, and the name by which its config knows it."""
+    """Returns a partition as a function, and its name in the config."""
     if callable(partition):
         named = getattr(partition, "__qualname__", type(partition).__qualname__)
         return partition, f"{getattr(partition, '__module__', '')}.{named}".strip(".")

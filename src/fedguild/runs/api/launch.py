@@ -1,4 +1,4 @@
-"""The runner of a grid of runs: one at a time, in several processes, or as tasks of a Ray cluster."""
+"""Runs the cells of a grid: one at a time, in several processes, or as tasks of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def silent(_: str) -> AbstractContextManager[Progress]:
 
 @dataclass(frozen=True)
 class Launch:
-    """How the runs of a grid are made. Absent ones are begun, partial ones resumed, finished ones kept.
+    """How to complete the runs of a grid. Missing runs are begun, partial ones resumed, finished ones kept.
 
     Attributes:
-        jobs: How many run at the same time on this machine; if more than one, each in its own process.
+        jobs: Number of runs at the same time on this machine; if more than one, each in its own process.
         launcher: `local`, or `ray`: as many at a time as the cluster has room for.
         address: The Ray cluster's; None to start Ray on this machine.
         cores: With `ray`, CPU cores of each run, and its threads; with GPUs each run has one to itself.
-        progress: Returns the receiver of a cell's progress reports, where it runs in this process.
-        tell: Receives a line for each finished cell, and what the processes say.
-        may_diverge: Whether a cell whose training diverges is told and left, now and when it is met again.
+        progress: Returns the receiver of a cell's progress reports, if it runs in this process.
+        tell: Receives a line for each finished cell, and the output of the processes.
+        may_diverge: Whether a cell whose training diverges is reported and skipped, now and later.
 
     Raises:
-        ConfigError: there is no such launcher, or no run could go on.
+        ConfigError: there is no such launcher, or no run could start.
     """
 
     jobs: int = 1
@@ -75,11 +75,11 @@ class Launch:
         return self.launcher == "local" and self.jobs == 1
 
     def complete(self, grid: RunGrid) -> None:
-        """Completes the runs of a grid, after writing which they are.
+        """Completes the runs of a grid, after writing its plan.
 
         Raises:
             ConfigError: functions were given in Python, which other processes lack.
-            FedGuildError: a run failed; those that were under way have been stopped and can be resumed.
+            FedGuildError: a run failed; those in progress have been stopped and can be resumed.
         """
         if not self.is_here and grid.inputs.has_functions:
             where = "on Ray" if self.launcher == "ray" else "with more than one job"
@@ -106,14 +106,14 @@ class Launch:
             (_on_ray if self.launcher == "ray" else _in_processes)(left, self)
 
     def settle(self, cell: Cell, problem: str, hint: str) -> None:
-        """Raises the problem of a cell that ended elsewhere, or tells it, if the cell may diverge and did."""
+        """Raises the error of a cell that ran elsewhere, or reports it if the cell may diverge and did."""
         if problem and self.may_diverge and divergence(cell.folder):
             self.tell(f"{cell.title}: {problem}")
         elif problem:
             raise FedGuildError(f"{cell.title} failed: {problem}", hint)
 
     def _is_open(self, cell: Cell) -> bool:
-        """Whether a cell is to be run; tells of one that is not."""
+        """Whether a cell is to be run; reports one that is not."""
         state = cell.state()
         if state == "finished":
             self.tell(f"{cell.title}: already finished")
@@ -141,7 +141,7 @@ class Launch:
 
 
 def hand_over(cells: Sequence[Cell], inputs: Inputs) -> None:
-    """Writes the data and the partition that were given in Python where another process finds them.
+    """Writes data and a partition given in Python to files for other processes.
 
     Raises:
         DataError: the partition does not fit the data.
@@ -201,7 +201,7 @@ def _in_processes(cells: Sequence[Cell], launch: Launch) -> None:
 
 
 def _command(cell: Cell) -> list[str]:
-    """Returns the command that runs or resumes a cell; a new one's config is written beside its folder."""
+    """Returns the command that runs or resumes a cell; a new one's config is written next to its folder."""
     fedguild = [sys.executable, "-m", "fedguild"]
     if has_begun(cell.folder):
         return [*fedguild, "resume", str(cell.folder)]
@@ -211,7 +211,7 @@ def _command(cell: Cell) -> list[str]:
 
 
 def _on_ray(cells: Sequence[Cell], launch: Launch) -> None:
-    """Completes cells on a Ray cluster; their folders must be on storage that every machine of it sees."""
+    """Completes cells on a Ray cluster; their folders must be on storage shared by all its machines."""
     try:
         import ray
     except ImportError as error:

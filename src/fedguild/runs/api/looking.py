@@ -47,11 +47,11 @@ def profile(
         overrides: As in `run`.
         model: Another backbone: a hub id (known ones need no download), a folder, or a config.json.
         clients: Number of clients.
-        examples: Training examples of a client; by default as the data deals them if it is generated or on this
-            machine, else the config's cap, or 1000.
+        examples: Training examples of a client; by default counted if the data is generated or on this machine, else
+            the config's cap, or 1000.
         tokens: Tokens of a forward pass; by default `training.batch_size` sequences.
         context: Tokens of a sequence; by default `data.max_length`.
-        wire_dtype: Dtype that numbers on the wire are counted in, `fp32` or `bf16`.
+        wire_dtype: Dtype as which numbers on the wire are counted, `fp32` or `bf16`.
         checkpointing: Whether activations are recomputed; by default as the config says.
         tell: Receives a line for every option whose value differs from the config or the default.
 
@@ -139,15 +139,15 @@ def premise(
 ) -> Premise:
     """Returns what a mixture of experts loses with fewer active experts, before it is fine-tuned.
 
-    The model's loss on plain text at its own top-k, half of it, and so on to one active expert, with and without
-    scaling the active experts' weights to sum to one; and how evenly each layer's experts are used. Where one active
-    expert loses nothing, budgets by active experts have nothing to repair.
+    Measures the loss on plain text at the model's own top-k, half of it, and so on down to one active expert, with and
+    without scaling the active experts' weights to sum to one; and how evenly each layer's experts are used. If the loss
+    is the same with one active expert, budgets by active experts have nothing to repair.
 
     Args:
         model: A hub id, a folder, `embedded` or `english`.
-        text: Text as it is (`str`), or files that hold it (`Path`), plain or as `.gz`.
+        text: Text (`str`), or text files (`Path`), plain or `.gz`.
         context: Tokens of a row.
-        tokens: How many tokens to read at most.
+        tokens: The most tokens to read.
         dtype: `auto` (bf16 on a GPU, fp32 on a CPU), `float32`, `bfloat16` or `float16`.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         revision: Branch, tag or commit on the hub.
@@ -181,7 +181,6 @@ def premise(
 
 
 def _read(file: Path) -> str:
-    """Returns the text of a plain or gzipped file."""
     try:
         raw = file.read_bytes()
         return (gzip.decompress(raw) if file.suffix == ".gz" else raw).decode("utf-8")

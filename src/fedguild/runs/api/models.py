@@ -1,4 +1,4 @@
-"""Models of runs that serve: in this process, or in a folder that other programs load."""
+"""Models of runs for serving: in this process, or in a folder that other programs load."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def load_model(
     Args:
         run: A run's folder, or its result.
         budget: Name of the budget whose active experts it runs; by default the largest.
-        client: Name of the client whose own model it is, `client-000`, in place of the global model.
+        client: Name of the client whose own model to load, `client-000`, instead of the global model.
         round: The round to take it from; the last by default.
 
     Returns:
@@ -34,8 +34,8 @@ def load_model(
 
     Raises:
         CheckpointError: there is no such run, or no checkpoint of that round.
-        ConfigError: the budget or the client is unknown, both are given, or under this method every client has its own
-            model and none is named.
+        ConfigError: the budget or the client is unknown, both are given, or the method has no global model and no
+            client is named.
         ModelError: the model cannot run outside of FedGuild.
 
     Examples:
@@ -65,24 +65,24 @@ def export_model(
 
     `peft` is an adapter with fused experts, for peft and transformers; `per-expert` one with a key for every expert,
     for vLLM and SGLang; `merged` a whole checkpoint with the budget's active experts in its config; `code` a checkpoint
-    with the method's own modelling code. Where an adapter alone cannot carry the model, the merged form is written, and
-    where the method acts beside the weights, the one with code; `reason` then says why.
+    with the method's own modelling code. If an adapter alone cannot represent the model, the merged form is written; if
+    the weights cannot either, the one with code. `reason` then says why.
 
     Args:
         run: A run's folder, or its result.
         output: The folder to write; new or empty.
         budget: Name of the budget whose active experts the global model runs; by default the largest.
-        client: Name of the client whose own model it is, `client-000`, in place of the global model.
+        client: Name of the client whose own model to export, `client-000`, instead of the global model.
         format: The form.
         round: The round to take it from; the last by default.
 
     Returns:
-        The export: its `folder`, its `form`, the `reason` if that is another than the wanted one, and its `audience`.
+        The export: its `folder`, its `format`, the `reason` if that differs from the requested one, and its `audience`.
 
     Raises:
         CheckpointError: there is no such run, or no checkpoint of that round.
-        ConfigError: the budget or the client is unknown, both are given, or under this method every client has its own
-            model and none is named.
+        ConfigError: the budget or the client is unknown, both are given, or the method has no global model and no
+            client is named.
         ModelError: no form holds what the method trains, or the merged form is needed, but the backbone is in 4 bit.
         FedGuildError: the output folder is not empty, or cannot be written.
 
@@ -98,12 +98,11 @@ def export_model(
 
 
 def folder_of(run: str | Path | RunResult) -> Path:
-    """Returns the folder of a run."""
     return run.folder if isinstance(run, RunResult) else Path(run)
 
 
 def subject_of(budget: str | None, client: str | None) -> Subject | None:
-    """Returns the model that is named; None if neither a budget nor a client is.
+    """Returns the named model; None if neither a budget nor a client is named.
 
     Raises:
         ConfigError: both are.

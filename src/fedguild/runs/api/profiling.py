@@ -47,8 +47,8 @@ def profile_config(
         examples: Training examples of a client; None for 1000; see `known_examples`.
         tokens: Tokens of one forward pass; None for `training.batch_size` sequences.
         context: Length of a sequence; None for `data.max_length`, the maximum.
-        wire_dtype: The dtype that a number on the wire is counted as: the wire carries fp32, papers count bf16.
-        checkpointing: Whether activations are recomputed; None as the config says.
+        wire_dtype: The dtype as which a number on the wire is counted: the wire carries fp32, papers count bf16.
+        checkpointing: Whether activations are recomputed; None for the config's setting.
         tell: Receives a line for every option whose value differs from the config or the default.
 
     Raises:
@@ -100,10 +100,10 @@ def _session(method: Method, model: ModelInfo, budgets: Sequence[Budget], config
 
 
 def known_examples(config: Config) -> int | None:
-    """Returns how many training examples a client has; None if only data on the hub would tell.
+    """Returns the number of a client's training examples; None if only data on the hub has it.
 
-    Data that is generated or on this machine is read and dealt as for a run, and the mean over the clients counts; of
-    data on the hub, the config's limits say how many a client has at most.
+    Data that is generated or on this machine is read and partitioned as for a run, and the mean over the clients is
+    returned. For data on the hub, the config's limits give the maximum.
     """
     data = config.data
     generated = corpus_spec(data.dataset).generate is not None and data.train is None

@@ -27,26 +27,26 @@ def push(
     round: int | None = None,
     public: bool = False,
 ) -> str:
-    """Exports a run's model with its card to a repository on the Hugging Face hub; private unless `public` is said.
+    """Exports a run's model with its card to a repository on the Hugging Face hub; private unless `public`.
 
     The token is that of `hf auth login`, or `HF_TOKEN`.
 
     Args:
         run: A run's folder, or its result.
-        to: The repository, `user/name`; created where it does not exist.
+        to: The repository, `user/name`; created if it does not exist.
         budget: Name of the budget whose active experts the global model runs; by default the largest.
-        client: Name of the client whose own model it is, in place of the global model.
+        client: Name of the client whose own model to push, instead of the global model.
         format: As in `fedguild export`. An adapter whose base model is not on the hub is pushed merged.
         round: The round to take it from; the last by default.
-        public: Whether everybody may read the repository.
+        public: Whether the repository is public.
 
     Returns:
         The repository's address.
 
     Raises:
         CheckpointError: there is no such run, or no checkpoint of that round.
-        ConfigError: both a budget and a client are named, one of them is unknown, or under this method every client has
-            its own model and none is named; or the repository is public and `public` is not said.
+        ConfigError: both a budget and a client are named, one of them is unknown, or the method has no global model and
+            no client is named; or the repository is public and `public` is false.
         FedGuildError: the hub cannot be reached, or refuses.
 
     Examples:
@@ -95,14 +95,14 @@ def _upload(api: Any, to: str, folder: Path, public: bool) -> Any:
 
 
 def _require_as_private(api: Any, to: str, public: bool) -> None:
-    """Raises ConfigError where the repository exists, everybody may read it, and that was not said."""
+    """Raises ConfigError if the repository exists and is public, but `public` is false."""
     exists: Literal[True, False] = _asked(to, api.repo_exists, to)
     if exists and not public and not _asked(to, api.repo_info, to).private:
         raise ConfigError(f"{to} is public: everybody could read the model.", "Say --public, or name another.")
 
 
 def _asked(to: str, call: Any, *arguments: Any) -> Any:
-    """Returns what the hub answers.
+    """Calls the hub.
 
     Raises:
         FedGuildError: it cannot be reached, or refuses.

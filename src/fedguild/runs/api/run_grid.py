@@ -31,8 +31,8 @@ class Row:
     Attributes:
         given: The config as it was given.
         settings: Overrides of this row.
-        layers: Settings above the config's and below all overrides.
-        column: The column of a table; empty where there is only one.
+        layers: Settings that override the config's and are overridden by all overrides.
+        column: The column of a table; empty if there is only one.
         values: Swept key -> value.
     """
 
@@ -53,7 +53,7 @@ class Cell:
 
     @property
     def config_to_run(self) -> Config:
-        """The config as it runs: in trackers, the runs of a grid are a group, and each has its own name."""
+        """The config as it runs: trackers see the runs of a grid as a group, each with its own name."""
         from fedguild.runs.tracking.sending import for_comparison
 
         return for_comparison(self.config, self.folder.absolute().parents[1].name)
@@ -99,7 +99,6 @@ class RunGrid:
         return list(dict.fromkeys(cell.row.column for cell in self.cells))
 
     def rows(self, column: str = "") -> dict[str, list[Cell]]:
-        """Returns the cells of a column by the names of their configs."""
         rows: dict[str, list[Cell]] = {}
         for cell in self.cells:
             if cell.row.column == column:
@@ -107,7 +106,7 @@ class RunGrid:
         return rows
 
     def write_plan(self) -> None:
-        """Writes which runs there will be, so that a page can show those that have not begun."""
+        """Writes the planned runs, so that a page can also show those that have not begun."""
         cells = [
             {
                 "row": cell.config.name,
@@ -132,15 +131,12 @@ def plan_grid(
 
     Args:
         rows: The rows, those of a column together.
-        seeds: The seeds.
-        folder: Parent folder of the runs.
         overrides: Settings of all rows.
-        inputs: What was given in Python for all of them.
         of: What the runs belong to, for messages.
 
     Raises:
         FedGuildError: a config or a method's options are wrong or do not fit, two rows have the same name, a seed or a
-            folder is among the settings, or the seeds are no sequence of different numbers.
+            folder is among the settings, or the seeds are not a sequence of different numbers.
     """
     _refuse_own_settings(overrides, of)
     inputs = inputs or Inputs()
@@ -158,7 +154,6 @@ def plan_grid(
 
 
 def table_rows(cells: Sequence[TableCell]) -> list[Row]:
-    """Returns the rows of a table's cells, column by column."""
     columns = list(dict.fromkeys(cell.column for cell in cells))
     named = columns != [ONLY_COLUMN]
     ordered = sorted(cells, key=lambda cell: columns.index(cell.column))
@@ -166,7 +161,7 @@ def table_rows(cells: Sequence[TableCell]) -> list[Row]:
 
 
 def require_fit(config: Config) -> Config:
-    """Returns a config whose method takes its options and fits.
+    """Checks that a config's method takes its options and fits; returns the config.
 
     Raises:
         ModelError, ConfigError: the method or one of its options is unknown, out of range, or does not fit.
@@ -180,7 +175,7 @@ def require_fit(config: Config) -> Config:
 
 
 def _refuse_own_settings(overrides: Sequence[str], of: str) -> None:
-    """Raises ConfigError for settings that every run has its own of: given for all of them they would do nothing."""
+    """Raises ConfigError for settings that differ between the runs of a grid; as overrides they would do nothing."""
     for key, _, value in (str(text).partition("=") for text in overrides):
         if key.strip() in _OWN_SETTINGS:
             option = _OWN_SETTINGS[key.strip()]

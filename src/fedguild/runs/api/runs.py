@@ -30,23 +30,23 @@ def run(
 ) -> RunResult:
     """Runs a config: trains, evaluates every budget, and writes the report.
 
-    Data, a partition and metrics that are given here are part of the run: the data and the partition are kept in its
-    folder, so that it can be resumed, scored and exported without them; metrics must be given to `resume` again.
+    Data, a partition and metrics given here are part of the run. The data and the partition are kept in its folder, so
+    that it can be resumed, scored and exported without them. Metrics must be given to `resume` again.
 
     Args:
-        config: A preset (`fedguild presets` lists them), a YAML file, a mapping of settings (which may have
-            `extends`), or a `fedguild.config.Config`.
+        config: A preset (`fedguild presets` lists them), a YAML file, a mapping of settings (which may have `extends`),
+            or a `fedguild.config.Config`.
         overrides: `key.sub=value`, as on the command line.
         output: The folder of the run, new; by default `runs/<name>`.
         dataset: The rows to train on, with the columns of the corpus `instructions` (instruction, response, and maybe
             input, label, task, document, choices): a `datasets.Dataset`, a pandas frame or a list of mappings; with
             test rows a `DatasetDict` or a mapping with `train` and `test`; or a file, a folder or a hub id.
             `data.options` names other columns.
-        partition: For each example its client, for each client the indices of its examples, or a function of
-            (examples, clients, generator) that returns one of these.
-        metrics: Name -> function of (prediction, reference), for generated answers. They are recorded beside the
-            corpus's own metric.
-        callbacks: Functions that get the run's events (`fedguild.runs.callbacks`) and may stop it, for example
+        partition: A client for each example, the indices of its examples for each client, or a function of (examples,
+            clients, generator) that returns one of these.
+        metrics: Name -> function of (prediction, reference), for generated answers. They are recorded in addition to
+            the corpus's own metric.
+        callbacks: Functions that receive the run's events (`fedguild.runs.callbacks`) and may stop it, for example
             `EarlyStopping`.
         progress: Receiver of progress reports; by default none.
 
@@ -88,11 +88,11 @@ def resume(
 ) -> RunResult:
     """Continues a run from its last complete round, with the results of an uninterrupted run.
 
-    A run that a callback had stopped goes on.
+    A run that a callback had stopped continues.
 
     Args:
         folder: The run's folder.
-        round: Goes back to this round, whose checkpoint must still be there; what came after it is removed.
+        round: Goes back to this round, whose checkpoint must still exist; later rounds are removed.
         metrics: The metrics that were given to `run`.
         callbacks: As in `run`.
         progress: Receiver of progress reports; by default none.
@@ -122,7 +122,7 @@ def evaluate(
     split: Literal["test", "validation"] = "test",
     metrics: Mapping[str, Metric] | None = None,
 ) -> RunResult:
-    """Scores a run's models again: the global one as every budget runs it, and those that its config asks for.
+    """Scores a run's models again: the global one at every budget, and the others that its config asks for.
 
     Nothing is written.
 

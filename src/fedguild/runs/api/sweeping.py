@@ -48,14 +48,14 @@ def sweep(
     """Runs a config with every combination of some settings over several seeds, and chooses the best.
 
     Every combination and seed is a run in `output/SETTING/seed-N`. Finished runs are kept, unfinished ones are resumed:
-    the same call continues after an interruption, and one with more values or seeds adds to the runs that are there.
-    Unless a setting says otherwise, the runs are scored on validation examples (`evaluation.split=validation`), so that
-    the test examples have no part in the choice. A run that diverges is left as it is; its setting cannot be the best.
+    the same call continues after an interruption, and one with more values or seeds adds to the existing runs. Unless a
+    setting says otherwise, the runs are scored on validation examples (`evaluation.split=validation`), so that the
+    choice does not use test examples. A run that diverges is kept; its setting cannot be the best.
 
     Args:
         config: As in `run`.
-        settings: `key.sub=value` for every run, or `key.sub=value,value,…` to sweep. Commas inside of brackets, braces
-            and quotes separate nothing: `method.targets=[attention],[attention,experts]` has two values,
+        settings: `key.sub=value` for every run, or `key.sub=value,value,…` to sweep. Commas inside brackets, braces and
+            quotes do not separate: `method.targets=[attention],[attention,experts]` has two values,
             `data.train='a,b.jsonl'` has one.
         seeds: The seeds of every combination.
         output: Folder for all the runs; by default `runs/sweep-NAME`, the name being the config's.
@@ -99,11 +99,7 @@ def sweep(
 
 
 def default_folder(config: Config) -> Path:
-    """Returns the folder of a sweep's runs where none is given, `runs/sweep-NAME`.
-
-    Args:
-        config: The config with the settings for every run.
-    """
+    """Returns the default folder of a sweep's runs, `runs/sweep-NAME`; `config` has the settings for every run."""
     return Path("runs") / f"sweep-{config.name}"
 
 
@@ -152,7 +148,7 @@ def divide(settings: Iterable[str]) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def split_values(text: str) -> list[str]:
-    """Returns the values of a swept setting: the parts between commas outside of brackets, braces and quotes.
+    """Splits a swept setting at commas outside of brackets, braces and quotes.
 
     Raises:
         ConfigError: a bracket or a quote is not closed.
@@ -180,8 +176,8 @@ def split_values(text: str) -> list[str]:
 def setting_names(swept: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
     """Returns a name for each combination, and its values; the last key changes fastest.
 
-    A name has the keys' last words and the values, for example `rank-4_learning_rate-1e-4`; where that is too long or
-    not distinct, a checksum of the values.
+    A name has the keys' last words and the values, for example `rank-4_learning_rate-1e-4`, or a checksum of the values
+    if that is too long or not distinct.
     """
     leaves = [key.rsplit(".", 1)[-1] for key in swept]
     words = leaves if len(set(leaves)) == len(leaves) else [key.replace(".", "-") for key in swept]

@@ -1,7 +1,7 @@
 """Assembly of a run from its config: data, method, backbone, clients and engine.
 
-`data` reads and deals the examples, `fitting` builds the method, `checks` and `method_checks` refuse what cannot work,
-and `preparation` puts an `experiment` together; `engines` and `protection` are what its rounds run on.
+`data` reads and partitions the examples, `fitting` builds the method, `checks` and `method_checks` refuse what cannot
+work, and `preparation` assembles an `experiment`; `engines` and `protection` are what its rounds run on.
 """
 
 from fedguild.runs.setup.checks import require_examples, require_split

@@ -1,4 +1,4 @@
-"""Checks of a run's config and data that need no method."""
+"""Checks of a run's config and data that do not depend on the method."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedguild.runs.setup.data import PreparedData, Split
 
 
 def require_split(config: Config, split: Split) -> None:
-    """Raises ConfigError if a split that is to be scored is none, or has no example."""
+    """Raises ConfigError if a split to be scored is unknown, or has no example."""
     if split not in get_args(Split):
         raise ConfigError(f"There is no split '{split}' to score.", f"Known: {', '.join(get_args(Split))}.")
     if split == "validation" and config.data.split.validation == 0:
@@ -33,11 +33,11 @@ def require_examples(data: PreparedData, split: Split) -> None:
 
 
 def require_start(config: Config) -> None:
-    """Checks what the rounds of a run on this machine need beside its method and model.
+    """Checks what the rounds of a run on this machine need in addition to its method and model.
 
     Raises:
-        ConfigError: the engine is that of real clients, or its extra is not installed, or its processes do
-            not go with the rest of the config.
+        ConfigError: the engine is that of real clients, or its extra is not installed, or its processes conflict with
+            the rest of the config.
     """
     engine = config.federation.engine.name
     if engine == "flower":

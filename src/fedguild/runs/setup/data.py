@@ -1,4 +1,4 @@
-"""Data of a run: read, dealt to the clients and split, before any model is loaded."""
+"""Data of a run: read, partitioned over the clients and split, before any model is loaded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,6 @@ class PreparedData:
     """The data of a run, prepared before any model is loaded.
 
     Attributes:
-        corpus: The corpus.
         clients: Each client's training, validation and test examples.
         partition_table: Clients × labels.
     """
@@ -52,7 +51,6 @@ class PreparedData:
         return sample(validation, limit, numpy_rng(seed, "pooled validation"))
 
     def sizes(self) -> dict[str, list[int]]:
-        """Returns the number of each client's examples by split."""
         return {
             name: [len(getattr(client, name)) for client in self.clients] for name in ("train", "validation", "test")
         }
@@ -62,7 +60,6 @@ def prepare_data(config: Config, folder: Path | None = None, given: GivenData | 
     """Loads the corpus, partitions it over the clients and splits every client's share.
 
     Args:
-        config: The config.
         folder: The run's folder, with data and the partition if they were given in Python.
         given: The objects behind them; None if the folder has them.
 
@@ -93,7 +90,7 @@ def prepare_data(config: Config, folder: Path | None = None, given: GivenData | 
 
 
 def dropped_of(data: PreparedData, config: Config) -> dict[str, int]:
-    """Returns why examples of the source take no part in a run -> how many."""
+    """Returns why examples of the source are not part of a run -> how many."""
     dropped = dict(data.corpus.dropped)
     shares = sum(data.partition_table.client_sizes)
     own_test = config.data.split.test_source == "client"
@@ -108,7 +105,6 @@ def dropped_of(data: PreparedData, config: Config) -> dict[str, int]:
 
 
 def dropped_sentences(dropped: Mapping[str, int]) -> list[str]:
-    """Returns a sentence for each reason to leave examples out."""
     return [f"Left out: {count} {reason}." for reason, count in dropped.items()]
 
 

@@ -24,7 +24,7 @@ def make_engine(experiment: Experiment) -> tuple[Engine, Scorer | None]:
     """Makes the engine that the config names; close it after the last round.
 
     Returns:
-        The engine; and what scores models in place of this process (`Experiment.scorer`), None if nothing does.
+        The engine; and what scores models instead of this process (`Experiment.scorer`), None if nothing does.
 
     Raises:
         ConfigError: it is that of real clients, its extra is not installed, or its settings do not fit this machine.
@@ -41,12 +41,12 @@ def make_engine(experiment: Experiment) -> tuple[Engine, Scorer | None]:
 
 
 def holds_backbone(config: Config) -> bool:
-    """Whether the processes of the config's engine hold the backbone, and score models, in place of this one."""
+    """Whether the processes of the config's engine hold the backbone, and score models, instead of this one."""
     return config.federation.engine.name == "ray" or torchrun_ranks() > 1
 
 
 def _protected(engine: Engine, experiment: Experiment) -> Engine:
-    """Returns an engine whose uploads have the noise, the masks or the codec that the config asks for."""
+    """Wraps an engine so that its uploads get the noise, the masks or the codec that the config asks for."""
     federation, privacy = experiment.config.federation, experiment.privacy
     if privacy is not None:
         engine = privacy.simulated(engine)  # noise before anything else sees an upload
@@ -60,7 +60,6 @@ def _protected(engine: Engine, experiment: Experiment) -> Engine:
 
 
 def _local_engine(experiment: Experiment) -> LocalEngine:
-    """Returns the engine that trains the clients in this process."""
     config = experiment.config
     return LocalEngine(
         experiment.backbone,
@@ -76,7 +75,6 @@ def _local_engine(experiment: Experiment) -> LocalEngine:
 
 
 def _torchrun_engine(experiment: Experiment) -> TorchrunEngine:
-    """Returns the engine of the processes that torchrun started."""
     config = experiment.config
     if config.model.load_in_4bit:
         raise ConfigError(
@@ -97,7 +95,6 @@ def _torchrun_engine(experiment: Experiment) -> TorchrunEngine:
 
 
 def _ray_engine(experiment: Experiment) -> RayEngine:
-    """Returns the engine of Ray's actors."""
     from fedguild.engines.ray import RayEngine
 
     config = experiment.config
@@ -122,6 +119,6 @@ def _ray_engine(experiment: Experiment) -> RayEngine:
 
 
 def _on_step(experiment: Experiment) -> OnStep:
-    """Returns what reports an optimizer step, without the loss where it is withheld for privacy."""
+    """Returns the callback for an optimizer step, which omits the loss if it is withheld for privacy."""
     step = experiment.progress.step
     return step if experiment.privacy is None else lambda done, total, _: step(done, total, math.nan)

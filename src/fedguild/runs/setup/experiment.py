@@ -46,27 +46,27 @@ class Remote(Protocol):
         ...
 
     def current(self) -> list[ClientInfo]:
-        """Returns all clients of the federation, as they are known before a round; some may be away."""
+        """Returns all clients of the federation, as known before a round; some may be offline."""
         ...
 
     def is_revoked(self, client: int) -> bool:
-        """Whether a client's key was revoked: nothing of it is used from then on."""
+        """Whether a client's key was revoked; nothing from it is used from then on."""
         ...
 
     def note(self, outcome: Outcome) -> None:
-        """Takes note of a complete round, for those who audit it."""
+        """Records a complete round for the audit log."""
         ...
 
     def note_asked(self, *, round: int, attempt: int, clients: Sequence[int]) -> None:
-        """Takes note of whom a round asks to train."""
+        """Records which clients a round asks to train."""
         ...
 
     def note_failure(self, round: int, reason: str) -> None:
-        """Takes note of a round that failed."""
+        """Records a round that failed."""
         ...
 
     def note_session(self, facts: Mapping[str, Any]) -> None:
-        """Takes note of a session of a secure aggregation that has ended, well or not."""
+        """Records a session of a secure aggregation that has ended, successfully or not."""
         ...
 
     def score(self, scope: OwnScope, state: Payload, number: int, split: Split) -> list[EvaluationRecord]:
@@ -101,9 +101,9 @@ class Scorer(Protocol):
 class Experiment:
     """The objects of a run.
 
-    `scorer` is None until there is an engine that scores models in place of this process. `remote` is None if the
-    clients are simulated, by the engine that the config names. `metrics` are those that were given in Python, by the
-    names that the config has.
+    `scorer` is None until there is an engine that scores models instead of this process. `remote` is None if the
+    clients are simulated by the engine that the config names. `metrics` are those given in Python, by their names in
+    the config.
     """
 
     config: Config
@@ -121,7 +121,6 @@ class Experiment:
 
     @cached_property
     def privacy(self) -> Privacy | None:
-        """The run's differential privacy; None without."""
         return privacy_of(self.config, self.folder, self._training_examples, real=self.remote is not None)
 
     @cached_property
@@ -130,7 +129,7 @@ class Experiment:
         return encoded_texts(self.data, self.backbone.tokenizer, self.config.data.max_length)
 
     def _training_examples(self, client: int) -> int:
-        """Returns the number of a client's training examples; of a real one as it says, of which weights may differ."""
+        """Returns the number of a client's training examples; for a real one, what it reports."""
         if self.remote is None:
             return len(self.data.clients[client].train)
         said = self.data.sizes()["train"][client]  # 0 for one that joined later

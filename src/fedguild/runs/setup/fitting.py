@@ -1,4 +1,4 @@
-"""The method and the budgets of a config, as given and as they are on a model."""
+"""The method and the budgets of a config, as given and as fitted to a model."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def method_record(given: Method, method: Method) -> dict[str, Any]:
 
     Returns:
         `name`; `options`, every option as the method runs; `fitted`, the options that differ from the config or their
-        default, each with the original value.
+            default, each with the original value.
     """
     options = method.settings.model_dump(mode="json")
     before = given.settings.model_dump(mode="json")

@@ -26,10 +26,9 @@ from fedguild.server.optimizer import takes_steps
 
 
 def check_config(config: Config) -> None:
-    """Raises any fault of a config that can be found without the network, before anything else is done with it.
+    """Checks a config for every fault that can be found without the network, before anything else is done with it.
 
-    The check covers the model if its config is on this machine: the embedded one, a local folder, or one that ships
-    with FedGuild.
+    The check covers the model if its config is on this machine: the embedded one, a local folder, or a known model.
 
     Raises:
         ModelError, ConfigError: as `method_of`, `fitted` and `check_fit`.
@@ -41,12 +40,10 @@ def check_config(config: Config) -> None:
 
 
 def check_fit(method: Method, config: Config, model: ModelInfo) -> None:
-    """Raises any reason why a method cannot run with the rest of its config on a model.
+    """Checks that a method can run with the rest of its config on a model.
 
     Args:
         method: The method as it runs on the model (`fitted`).
-        config: The config.
-        model: The model's description.
 
     Raises:
         ConfigError: a budget asks for more active experts than the model has, a plan does not fit the model, for
@@ -81,7 +78,6 @@ def _require_trainables(method: Method, shapes: Sequence[Mapping[str, tuple[int,
 
 
 def _require_mergeable(method: Method, config: Config) -> None:
-    """Raises ConfigError if the method changes the backbone's weights, and they are kept in 4 bit."""
     if method.merges_weights and config.model.load_in_4bit:
         raise ConfigError(
             f"{method.name} adds its rounds to the backbone's weights, which model.load_in_4bit keeps in 4 bit.",
@@ -105,7 +101,7 @@ def _require_steps(method: Method, federation: FederationSettings) -> None:
 
 
 def _require_mean(method: Method, robust: str, *, equal_shapes: bool) -> None:
-    """Raises ConfigError if the config wants a robust mean where the method's aggregate is none."""
+    """Raises ConfigError if the config wants a robust mean but the method's aggregate is not a mean."""
     if robust == "none" or (method.is_mean and equal_shapes):
         return
     reason = (
@@ -122,7 +118,6 @@ def _require_mean(method: Method, robust: str, *, equal_shapes: bool) -> None:
 def _require_secure(
     method: Method, federation: FederationSettings, model: ModelInfo, budgets: Sequence[Budget]
 ) -> None:
-    """Raises ConfigError if a run cannot be aggregated securely."""
     _require_secure_packages()
     wanted = federation.wanted_uploads
     beside = {
@@ -144,7 +139,6 @@ def _require_secure(
 
 
 def _require_secure_packages() -> None:
-    """Raises ConfigError if the packages of secure aggregation are not installed."""
     try:
         import Crypto
         import cryptography
@@ -157,7 +151,7 @@ def _require_secure_packages() -> None:
 
 
 def _require_single_uploads(config: Config) -> None:
-    """Raises ConfigError if uploads are to be compared that the server does not see as they are."""
+    """Raises ConfigError if uploads are to be compared that the server does not see individually."""
     if config.evaluation.diagnostics and (config.federation.secure or config.privacy.unit != "none"):
         raise ConfigError(
             "evaluation.diagnostics compares single uploads, which this run keeps from the server or puts noise on.",
@@ -166,7 +160,7 @@ def _require_single_uploads(config: Config) -> None:
 
 
 def _require_device(method: Method, config: Config) -> None:
-    """Raises ConfigError if the config wants of Apple's GPUs (`mps`) what torch does not support on them."""
+    """Raises ConfigError if the config uses something on Apple's GPUs (`mps`) that torch does not support there."""
     if config.model.device != "mps":
         return
     lacking = {
@@ -184,8 +178,8 @@ def _require_device(method: Method, config: Config) -> None:
 def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets: Mapping[str, Budget]) -> None:
     """Raises ConfigError if the method cannot begin with these budgets or clients, before any round.
 
-    It begins on shapes alone, with one example for each client. What only values or examples can tell, the run tells as
-    it begins itself.
+    It begins on shapes alone, with one example for each client. Faults that depend on values or examples are found when
+    the run begins.
     """
     state = _first_state(method, model, list(budgets.values()), config.seed)
     if state is None:
@@ -203,7 +197,7 @@ def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets
 
 
 def _first_state(method: Method, model: ModelInfo, budgets: Sequence[Budget], seed: int) -> Payload | None:
-    """Returns the method's state before the first round, of shapes alone; None if the method needs values for it.
+    """Returns the method's state before the first round, as shapes alone; None if the method needs values for it.
 
     Raises:
         FedGuildError: the method refuses the budgets.

@@ -40,11 +40,9 @@ def prepare(
     loaded.
 
     Args:
-        config: The run's config.
-        output: Its folder.
-        progress: Receiver of progress reports.
-        data: Data and partition that were given in Python; written into the folder.
-        metrics: Metrics that were given in Python, by the names that the config has.
+        output: The run's folder.
+        data: Data and partition given in Python; written into the folder.
+        metrics: Metrics given in Python, by their names in the config.
         trains: Whether rounds are to follow, here and with simulated clients.
     """
     progress = progress or Silent()
@@ -77,7 +75,7 @@ def prepare(
 def _read_data(
     config: Config, output: Path, given: GivenData | None, progress: Progress, *, trains: bool
 ) -> PreparedData:
-    """Returns the data of a run, checked for what is to be scored; what was given in Python is written down first."""
+    """Returns the data of a run, checked for what is to be scored; writes what was given in Python first."""
     progress.stage("Reading the data")
     if given is not None:
         given.write(output)
@@ -92,7 +90,7 @@ def _read_data(
 
 
 def _backbone(config: Config, model: ModelInfo, progress: Progress) -> Backbone:
-    """Returns the backbone, loaded here unless the engine holds it; it is then loaded on first use."""
+    """Returns the backbone, loaded here unless the engine holds it; then it is loaded on first use."""
     if holds_backbone(config):
         return cast(Backbone, later_backbone(model, partial(load_model, config), **config.model.model_dump()))
     progress.stage(f"Loading the model {config.model.path}")
@@ -100,7 +98,7 @@ def _backbone(config: Config, model: ModelInfo, progress: Progress) -> Backbone:
 
 
 def _simulated_clients(config: Config, data: PreparedData, budgets: Mapping[str, Budget]) -> list[ClientInfo]:
-    """Returns the clients with their budgets, and their examples as they would say them."""
+    """Returns the clients with their budgets, and the numbers of examples that they report."""
     rules, sizes = rules_of(config), [len(client.train) for client in data.clients]
     return [
         ClientInfo(index, budgets[tier.name], rules.said_examples(sizes[index]) if rules else sizes[index])
@@ -109,7 +107,6 @@ def _simulated_clients(config: Config, data: PreparedData, budgets: Mapping[str,
 
 
 def load_model(config: Config) -> Backbone:
-    """Returns the config's backbone, loaded."""
     return load_backbone(**config.model.model_dump())
 
 

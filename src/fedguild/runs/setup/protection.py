@@ -12,11 +12,11 @@ SPOOL = "spool"
 
 
 def protection_of(experiment: Experiment) -> Guard | SecureAggregation | PrivateMean | None:
-    """Returns what stands between the uploads and the method's aggregate: one of three, or nothing.
+    """Returns the protection between the uploads and the method's aggregate, if there is one.
 
-    With real clients there is always one, in a simulation where the config asks for it: its clients run this program's
-    own code, and its engines agree bit for bit. A guard compares uploads. Masked ones cannot be compared; and noise
-    that the server adds itself bounds every upload, and comparing them would tell of them.
+    With real clients there always is, in a simulation only if the config asks for it: its clients run this program's
+    own code, and its engines agree bit for bit. A guard compares uploads. Masked uploads cannot be compared. Noise that
+    the server adds already bounds every upload, and comparing them would reveal something about them.
     """
     rules, real, privacy = experiment.config.federation, experiment.remote is not None, experiment.privacy
     if rules.secure:
