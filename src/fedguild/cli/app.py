@@ -132,5 +132,4 @@ app.add_typer(federation.app)
 
 
 def main() -> None:
-    """Runs the `fedguild` command."""
     app()

@@ -1,4 +1,4 @@
-"""`fedguild compare`: several configs over several seeds, or a table that ships with FedGuild."""
+"""`fedguild compare`: several configs over several seeds, or a built-in table."""
 
 from __future__ import annotations
 
@@ -108,7 +108,6 @@ def command(
 
 
 def _show(comparison: Comparison, as_json: bool) -> None:
-    """Prints the tables of a comparison."""
     from fedguild.report.overview import adds_to, overview
 
     by_column = comparison.tables

@@ -108,7 +108,7 @@ def _extra(extra: str, packages: tuple[str, ...], loss: str) -> Finding:
 
 
 def _dated(package: str) -> str:
-    """Returns an installed package's name for pip and its version; of MLflow also if only its client is installed."""
+    """Returns an installed package's name for pip and its version; for MLflow also if only its client is installed."""
     name = DISTRIBUTIONS.get(package, package)
     try:
         return f"{name} {metadata.version(name)}"
@@ -157,7 +157,7 @@ def _device() -> Iterator[Finding]:
 
 
 def _kernels() -> Finding:
-    """Which kernels the device runs; `FEDGUILD_KERNELS` chooses among them."""
+    """The kernels that the device runs; `FEDGUILD_KERNELS` chooses among them."""
     import torch
 
     from fedguild.core.errors import ConfigError

@@ -1,4 +1,4 @@
-"""Commands whose help ends with examples that can be copied."""
+"""Commands whose help ends with examples to copy."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typer.core import TyperCommand
 
 
 class ExampleCommand(TyperCommand):
-    """A command whose examples stand in its help as they are typed, and which knows that settings have no dashes."""
+    """A command whose help prints examples exactly as typed, and which knows that settings have no dashes."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Prints the help, then each example on a line of its own, which a terminal may break but no layout does."""
+        """Prints the help, then each example unwrapped on its own line."""
         examples, self.epilog = self.epilog, None
         try:
             super().format_help(ctx, formatter)
@@ -23,7 +23,7 @@ class ExampleCommand(TyperCommand):
             typer.echo("Examples:\n" + "".join(f"  {line}\n" for line in examples.splitlines()))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parses the command line; an unknown option that is the name of a setting is an error that says so."""
+        """Parses the command line; an unknown option with the name of a setting is an error that says so."""
         given = list(args)  # the parser takes its words away
         try:
             return super().parse_args(ctx, args)
@@ -35,7 +35,7 @@ class ExampleCommand(TyperCommand):
 
 
 def _setting_hint(option: str, given: list[str], parameters: list[str | None]) -> str:
-    """Returns how a setting is given that was given as an option; empty if it is none, or the command takes none."""
+    """Returns how to give a setting that was given as an option; empty if it is not one, or the command takes none."""
     from fedguild.config import Config
     from fedguild.config.explaining import known_keys
 

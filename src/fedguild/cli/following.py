@@ -1,4 +1,4 @@
-"""The processes of `torchrun` beside the first, which serve it until its run ends."""
+"""The processes of `torchrun` other than the first, which serve it until its run ends."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def follows_torchrun(device: str = "auto") -> bool:
-    """Whether this process is one of those; it then has served the first until the end.
+    """Whether this process is one of them; it returns after it has served the first to the end.
 
     Args:
         device: The kind of device to compute on, as `model.device`.

@@ -50,7 +50,7 @@ def command(
 
 
 def _lines() -> Iterator[str]:
-    """Yields the lines of standard input; on a terminal after a mark."""
+    """Yields the lines of standard input; on a terminal after a prompt."""
     while True:
         if sys.stdin.isatty():
             typer.echo("> ", nl=False, err=True)

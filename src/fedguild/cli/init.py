@@ -153,7 +153,7 @@ def _model(path: str) -> str:
 
 
 def _data(answer: str, columns: dict[str, str], *, asking: bool) -> Data:
-    """Returns the data, after asking for the columns that cannot be told."""
+    """Returns the data, after asking for columns that cannot be inferred."""
     from fedguild.runs.api.drafting import look_at_data
 
     try:

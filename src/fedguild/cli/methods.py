@@ -76,7 +76,7 @@ def _show_all(plugins: list[Found]) -> None:
 
 
 def _said_of(plugin: Found) -> str:
-    """Returns what a method is, without its name; first the package, if that is not FedGuild."""
+    """Returns a method's description without its name; first the package, if that is not FedGuild."""
     if plugin.fault:
         return plugin.warning
     title = plugin.title.partition(": ")[2] or plugin.title

@@ -57,7 +57,7 @@ CoresOption = Annotated[int, typer.Option("--cores", min=1, help="With ray: CPU 
 
 
 def config_and_settings(config: str | None, settings: Sequence[str] | None) -> tuple[str, list[str]]:
-    """Returns the config and the settings of a command line that may name no config.
+    """Returns the config and the settings of a command line that need not name a config.
 
     Raises:
         ConfigError: no config is named, and the default one is not in the current folder.
@@ -77,12 +77,12 @@ def config_and_settings(config: str | None, settings: Sequence[str] | None) -> t
 
 
 def is_setting(text: str) -> bool:
-    """Whether an argument is a setting, `key.sub=value`, and not the name of a file with an equals sign in it."""
+    """Whether an argument is a setting, `key.sub=value`, and not a file whose name contains an equals sign."""
     return "=" in text and not os.path.exists(text)  # False for a text too long for a name
 
 
 def parsed_seeds(text: str | None) -> tuple[int, ...] | None:
-    """Returns the seeds that an option names; None where it was not given."""
+    """Returns the seeds of an option; None if it was not given."""
     if text is None:
         return None
     try:

@@ -22,22 +22,22 @@ errors = Console(stderr=True)
 
 
 def show(*renderables: RenderableType) -> None:
-    """Prints to stdout; wide enough for any table where stdout is not a terminal and COLUMNS does not say how wide."""
+    """Prints to stdout; wide enough for any table if stdout is not a terminal and COLUMNS is not set."""
     console = _console()
     for renderable in renderables:
         console.print(renderable, markup=False, highlight=False)
 
 
 def listing(name: str, meaning: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """Returns a table of names and what they mean, a line for each on a screen.
+    """Returns a table of names and their meanings, one line each on a screen.
 
-    Names are never cut, so that they can be copied; on a screen that is narrower than a name it is folded. What they
-    mean ends where the screen does, with an ellipsis; elsewhere it is whole.
+    Names are never cut, so that they can be copied; on a screen narrower than a name it is folded. On a terminal a
+    meaning is cut at the edge with an ellipsis; elsewhere it is printed in full.
 
     Args:
         name: Title of the names.
-        meaning: Title of what they mean.
-        rows: Each name and what it means.
+        meaning: Title of the meanings.
+        rows: Each name and its meaning.
     """
     listed = list(rows)
     longest = max(len(text) for text in (name, *(one for one, _ in listed)))
@@ -50,12 +50,7 @@ def listing(name: str, meaning: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def setting_table(name: str, settings: Iterable[Setting]) -> Table:
-    """Returns a table of settings, their keys whole, whatever breaks beside them.
-
-    Args:
-        name: Title of the keys.
-        settings: The settings.
-    """
+    """Returns a table of settings, in which keys are never wrapped; `name` is their title."""
     listed = list(settings)
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column(name, width=min(max(len(one.key) for one in listed), _console().width), overflow="fold")
@@ -75,17 +70,15 @@ def _on_screen() -> bool:
 
 
 def show_json(value: Any) -> None:
-    """Prints a value to stdout as indented JSON."""
     typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
 
 
 def explain(message: str, hint: str = "") -> None:
-    """Prints a message to stderr, and its hint on a line of its own."""
+    """Prints a message to stderr, and its hint on a separate line."""
     errors.print(message, style="bold red", markup=False, highlight=False, soft_wrap=True)
     if hint:
         errors.print(hint, markup=False, highlight=False, soft_wrap=True)
 
 
 def note(message: str) -> None:
-    """Prints a notice to stderr."""
     errors.print(message, markup=False, highlight=False, soft_wrap=True)

@@ -51,7 +51,7 @@ def command(
 
 
 def _tell_lost(shares: Partition) -> None:
-    """Says what was left out of the data, and which texts are cut."""
+    """Reports what was left out of the data, and which texts are cut."""
     from fedguild.runs.setup import dropped_sentences
 
     for sentence in dropped_sentences(shares.dropped):

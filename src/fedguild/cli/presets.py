@@ -1,4 +1,4 @@
-"""`fedguild presets`: the axes of the configs that ship with FedGuild, and every setting of a config."""
+"""`fedguild presets`: the axes of the built-in configs, and every setting of a config."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def methods_with_presets(model: str | None, data: str | None) -> set[str]:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """The presets and tables that were asked for."""
+    """The presets and tables that were selected."""
 
     presets: Sequence[Preset]
     tables: Sequence[ShippedTable]
 
     @classmethod
     def of(cls, method: str | None, model: str | None, data: str | None) -> Self:
-        """Returns those of a method, on a model and on data; None for any.
+        """Selects by method, model and data; None for any.
 
         Raises:
             ConfigError: there is none.
@@ -119,7 +119,6 @@ class _Chosen:
         return [preset.name for preset in self.presets if preset.own]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the axes, the presets' names and the tables as plain JSON values."""
         return {
             **{
                 axis: [

@@ -173,7 +173,7 @@ def published_tables(rows: Sequence[Comparison]) -> Iterator[RenderableType]:
 
 
 def published_markdown(rows: Sequence[Comparison]) -> str:
-    """Returns the same in Markdown, as in docs/methods/costs.md."""
+    """Returns the published figures in Markdown, as in docs/methods/costs.md."""
     lines = []
     for paper, comparisons in _by_paper(rows):
         lines += [f"## {paper}", "", _markdown_row(HEADINGS), _markdown_row(["---"] * len(HEADINGS))]

@@ -44,26 +44,21 @@ class TerminalProgress:
         self._bar.stop()
 
     def stage(self, text: str) -> None:
-        """Shows the current stage of the run."""
         self._bar.update(self._task, description=f"{self._title}{text}")
         if not self._console.is_terminal:
             self.message(text)
 
     def round_started(self, number: int, total: int) -> None:
-        """Resets the bar."""
         self._round = f"round {number}/{total}"
         self._bar.reset(self._task, description=f"{self._title}{self._round}", total=None, loss="")
 
     def step(self, done: int, total: int, loss: float) -> None:
-        """Advances the bar."""
         shown = "" if math.isnan(loss) else f"loss {loss:.3f}"
         self._bar.update(self._task, completed=done, total=total, loss=shown)
 
     def evaluated(self, scores: Mapping[str, float]) -> None:
-        """Prints a line with the score of every budget."""
         cells = "  ".join(f"{name} {score:.3f}" for name, score in scores.items())
         self.message(f"{self._round:<12} {cells}  ({time.perf_counter() - self._started_seconds:.0f} s)")
 
     def message(self, text: str) -> None:
-        """Prints a line above the bar."""
         self._console.print(f"{self._title}{text}", markup=False, highlight=False, soft_wrap=True)

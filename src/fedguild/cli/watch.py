@@ -57,10 +57,8 @@ def watching(folder: Path, *, on: bool = True, port: int = 0, browser: bool = Tr
     """Serves the page of a folder while the block runs.
 
     Args:
-        folder: The folder.
-        on: False to do nothing at all.
+        on: False to do nothing.
         port: The port; 0 for any that is free.
-        browser: Whether to open the page in the browser.
 
     Raises:
         FedGuildError: the port is taken.
@@ -83,9 +81,9 @@ def watching(folder: Path, *, on: bool = True, port: int = 0, browser: bool = Tr
 
 
 def _open(url: str) -> None:
-    """Opens a page in the browser, if there is one; the terminal names the page in any case.
+    """Opens a page in the browser, if there is one; the terminal prints its address in any case.
 
-    Without a display there may be a browser for the terminal, which would take that over from the run.
+    Without a display the browser may be one for the terminal, which would take the terminal from the run.
     """
     if sys.platform == "linux" and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
         return

@@ -1,4 +1,4 @@
-"""Several methods over several seeds: a paper's table, with the costs beside the scores."""
+"""Several methods over several seeds: a paper's table, with scores and costs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,10 @@ class MethodRow:
     """A method over its seeds.
 
     Attributes:
-        label: The row's name.
-        scores: Column -> seed -> score; a column is a budget's name, `mean`, `mtal`,
-            `trained`, `received` or `pooled`.
-        training_flops: Budget name -> training FLOPs of one of its clients over a run, mean over
-            clients and seeds; budgets without a client that trained are left out.
-        cost: Mean over clients, then seeds; None where no client trained.
+        scores: Column -> seed -> score; a column is a budget's name, `mean`, `mtal`, `trained`, `received` or `pooled`.
+        training_flops: Budget name -> training FLOPs of one of its clients over a run, mean over clients and seeds;
+            budgets without a client that trained are left out.
+        cost: Mean over clients, then seeds; None if no client trained.
         run_seconds: Wall time of a run, mean over seeds.
     """
 
@@ -50,7 +48,6 @@ class MethodRow:
     run_seconds: float
 
     def spread(self, column: str) -> Spread | None:
-        """Returns mean and sample standard deviation over the seeds; None for an empty column."""
         values = self.scores.get(column)
         return spread(list(values.values())) if values else None
 
@@ -63,11 +60,10 @@ class ComparisonTable:
         budgets: The columns, largest first.
         rows: The methods, in the order given.
         reference: Label of the row that the others are compared with.
-        seeds: Every seed that occurs.
         round: The last evaluated round.
-        split: What the scores were measured on.
-        equal_inference: Whether every budget was scored with the same active experts and inference
-            FLOPs in all runs, as far as they are recorded.
+        split: The split of the scores.
+        equal_inference: Whether every budget was scored with the same active experts and inference FLOPs in all runs,
+            as far as they are recorded.
         warnings: Reasons why the comparison may be unfair, one sentence each.
     """
 
@@ -82,7 +78,7 @@ class ComparisonTable:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The budgets' names, then `mean`, `mtal`, `trained`, `received`, `pooled` where some method has them."""
+        """The budgets' names, then `mean`, `mtal`, `trained`, `received`, `pooled` if some method has them."""
         present = [column for column in SCORES if any(row.scores.get(column) for row in self.rows)]
         names = [budget.name for budget in self.budgets]
         return tuple(names + [column for column in present if column != MEAN or len(names) != 1])
@@ -102,13 +98,12 @@ class ComparisonTable:
         return next(row for row in self.rows if row.label == label)
 
     def difference(self, label: str, column: str, against: str | None = None) -> Spread | None:
-        """Returns mean and deviation of the seedwise differences to the reference.
+        """Returns mean and deviation of the seedwise differences to the reference, over the seeds of both.
 
-        Only seeds that both were run with count; None without one.
+        None without such a seed.
 
         Args:
-            label: The row.
-            column: Its score.
+            column: The row's score.
             against: The reference's score; None for the same.
         """
         ours = self.row(label).scores.get(column, {})
@@ -116,10 +111,10 @@ class ComparisonTable:
         return paired_difference(ours, theirs)
 
     def best(self, column: str | Mapping[str, str]) -> str | None:
-        """Returns the label of the highest mean; None where fewer than two methods have one.
+        """Returns the label of the highest mean; None if fewer than two methods have one.
 
         Args:
-            column: The score that counts, for all or by label.
+            column: The score to compare, for all or by label.
         """
         of = dict.fromkeys((row.label for row in self.rows), column) if isinstance(column, str) else column
         scored = {row.label: mean.mean for row in self.rows if (mean := row.spread(of[row.label]))}

@@ -73,7 +73,6 @@ def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]
     Without budgets it is a point per method: the score on the clients' own data against the mean over its clients.
 
     Args:
-        table: The comparison.
         runs: Label -> the method's runs, for each budget's bytes.
         width: In inches; a narrow figure has its panels one below the other.
     """
@@ -116,7 +115,7 @@ def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]
 
 @dataclass(frozen=True)
 class _Label:
-    """The name of a point, and the side of it on which the name stands."""
+    """The name of a point, and the side of the point where it is written."""
 
     x: float
     y: float
@@ -126,7 +125,7 @@ class _Label:
 
 
 def _place_labels(axes: Axes, labels: Sequence[_Label], across: float, up: float) -> None:
-    """Names points; names on one side that would lie over each other are moved apart, up and down."""
+    """Labels points; labels on one side that would overlap are moved apart vertically."""
     for side, offset in (("left", 6), ("right", -6)):
         columns: list[list[_Label]] = []
         for label in sorted((one for one in labels if one.side == side), key=lambda one: one.x):
@@ -155,7 +154,8 @@ def _place_labels(axes: Axes, labels: Sequence[_Label], across: float, up: float
 def curves_by_column(table: ComparisonTable, runs: Mapping[str, Sequence[Run]], width: float = FULL_WIDTH) -> str:
     """Returns the scores over the rounds: mean and sample deviation over the seeds.
 
-    A panel for each budget, and one for each mean over clients. All have one axis, which begins below the lowest score.
+    A panel for each budget, and one for each mean over clients. All share one axis, which begins below the lowest
+    score.
     """
     columns = [column for column in table.columns if column != MEAN]
     across = min(4 if width == FULL_WIDTH else 2, len(columns))
@@ -197,7 +197,6 @@ def mean_curves(
 
 
 def _name_methods(figure: Figure, table: ComparisonTable, width: float) -> None:
-    """Names every method by its colour above the figure."""
     keys = [
         Line2D([], [], color=colour, marker="s", linestyle="", markersize=7)
         for colour in method_colours(len(table.rows))

@@ -15,11 +15,9 @@ class Cost:
     """Costs of a client over a whole run, or their mean over clients.
 
     Attributes:
-        training_flops: Floating-point operations of its local training; None where they are withheld for privacy.
-        upload_bytes: Bytes that it sent.
-        download_bytes: Bytes that it received.
-        peak_memory_bytes: Largest peak memory of any of its rounds; None where no device reported it.
-        seconds: Wall time of its local training; None alike.
+        training_flops: Floating-point operations of its local training; None if withheld for privacy.
+        peak_memory_bytes: Largest peak memory of any of its rounds; None if no device reported it.
+        seconds: Wall time of its local training; None if withheld for privacy.
     """
 
     training_flops: float | None
@@ -37,9 +35,9 @@ _OF_THE_LAST_ROUND = ["budget", "active_experts", "rank", "examples", "train_los
 def client_totals(run: Run) -> pandas.DataFrame:
     """Returns a row for each client that trained at least once, by its index.
 
-    The columns are `rounds`, how often it trained; `budget`, `active_experts`, `rank`, `examples` and `train_loss` of
-    its last training; the sums of `steps`, `tokens` and the costs, and its largest peak memory. What a client withholds
-    for privacy in some round is missing.
+    The columns are `rounds`, the number of its trainings; `budget`, `active_experts`, `rank`, `examples` and
+    `train_loss` of its last training; the sums of `steps`, `tokens` and the costs, and its largest peak memory. Figures
+    that a client withholds for privacy in some round are missing.
     """
     summed = [*_SUMMED, "peak_memory_bytes"]
     frame = run.frame("clients").reindex(columns=["client", *_OF_THE_LAST_ROUND, *summed])
@@ -50,7 +48,7 @@ def client_totals(run: Run) -> pandas.DataFrame:
 
 
 def mean_cost(costs: pandas.DataFrame) -> Cost | None:
-    """Returns the mean of each figure over the rows; None without a row. A figure that one of them lacks is None.
+    """Returns the mean of each figure over the rows; None without a row. A figure that a row lacks is None.
 
     Peak memory is the mean of the rows that have it.
     """

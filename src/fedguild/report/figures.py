@@ -44,13 +44,13 @@ CLIENT_MARKS = (
 
 
 def score_curves(curves: Mapping[str, Curve], split: str, key: str = "curves", width: float = FULL_WIDTH) -> str:
-    """Returns the scores over the rounds, one line per budget, each named where it ends.
+    """Returns the scores over the rounds, one line per budget, each named at its end.
 
-    The axis begins below the lowest score, not at zero, so that a trend is seen.
+    The axis begins below the lowest score, not at zero, so that trends are visible.
 
     Args:
         curves: Label of a budget's line -> (round, score), in the order of the tables.
-        split: What the scores were measured on.
+        split: The split of the scores.
         key: Prefix of the ids in the SVG.
         width: In inches.
     """
@@ -80,8 +80,8 @@ def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str, wi
     """Returns a row per client with a mark for each of its models' scores, joined by a line.
 
     Args:
-        scores: Label of a model's marks, of up to four models -> client -> score, or None where there is none.
-        split: What the scores were measured on.
+        scores: Label of a model's marks, of up to four models -> client -> score, or None if there is none.
+        split: The split of the scores.
         width: In inches.
     """
     key = key_at("clients", width)
@@ -118,7 +118,7 @@ def expert_heat_map(
     Args:
         frequency: [clients, L, M] share of a client's tokens that activated an expert.
         clients: Row names.
-        layer: A layer's index; None takes the mean over the layers.
+        layer: A layer's index; None for the mean over the layers.
         width: In inches; a narrow figure has its scale below.
     """
     shown = frequency.mean(axis=1) if layer is None else frequency[:, layer]
@@ -168,7 +168,7 @@ def partition_bubbles(
 ) -> str:
     """Returns clients × labels, each circle's area the number of examples.
 
-    Beyond 60 labels, in a narrow figure beyond 14, the rarer ones are drawn together as `other`.
+    Beyond 60 labels, in a narrow figure beyond 14, the rarer ones are combined as `other`.
 
     Args:
         labels: Column names.
@@ -205,7 +205,7 @@ def partition_bubbles(
 
 
 def cost_panels(costs: Mapping[str, Cost]) -> list[tuple[str, str, list[float]]]:
-    """Returns the title, the unit and the values, budget by budget, of each kind of cost; what is not known is 0."""
+    """Returns the title, the unit and the values, budget by budget, of each kind of cost; unknown values are 0."""
     return [
         ("Training", "FLOP", [cost.training_flops or 0.0 for cost in costs.values()]),
         ("Upload", "B", [cost.upload_bytes for cost in costs.values()]),
@@ -238,7 +238,7 @@ def cost_bars(costs: Mapping[str, Cost]) -> str:
 
 
 def amount(value: float, unit: str) -> str:
-    """Returns a cost with its unit; `–` for 0, which stands for what is not known."""
+    """Returns a cost with its unit; `–` for 0, which means unknown."""
     if not value:
         return units.MISSING
     return units.duration(value) if unit == "s" else units.si(value, unit)
@@ -255,7 +255,7 @@ def _percent(value: float, _position: int | None = None) -> str:
 
 
 def _merge_rare(labels: Sequence[str], counts: NDArray[np.int64], most: int) -> tuple[list[str], NDArray[np.int64]]:
-    """Returns at most so many columns: all, or the most frequent in their order and the sum of the others."""
+    """Returns at most `most` columns: all, or the most frequent in their order and the sum of the others."""
     if len(labels) <= most:
         return list(labels), counts
     ranked = np.argsort(-counts.sum(axis=0), kind="stable")

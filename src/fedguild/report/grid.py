@@ -20,9 +20,8 @@ class Cell:
     """One entry of a grid.
 
     Attributes:
-        text: The content.
-        note: A second, smaller line, on a page only; a terminal and Markdown leave it out.
-        strong: Whether it stands out, for example as the best of its column.
+        note: A second, smaller line, on an HTML page only.
+        strong: Whether it is emphasised, for example as the best of its column.
     """
 
     text: str
@@ -36,7 +35,7 @@ class Grid:
 
     Attributes:
         title: What the table shows, with the units.
-        header: Column names; a cell's note says what the column stands for.
+        header: Column names; a cell's note explains the column.
         rows: The body; every row is as long as the header.
         rules_before: Indices of rows with a rule above them.
     """
@@ -59,7 +58,6 @@ class Grid:
         return table
 
     def to_markdown(self) -> str:
-        """Returns the table as GitHub-flavoured Markdown, ending with a newline."""
         header = [f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in self.header]
         body = [[f"**{cell.text}**" if cell.strong else cell.text for cell in row] for row in self.rows]
         rule = [":---", *["---:"] * (len(header) - 1)]

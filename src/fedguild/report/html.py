@@ -68,7 +68,8 @@ def write_comparison(
         output: The folder that receives the page.
         reference: Label of the method that the others are compared with; by default the last.
         title: The page's title; by default the labels.
-        drawn: Figures of the table that the comparison is a column of: caption -> what draws it at a width in inches.
+        drawn: Figures of the table to which the comparison belongs as a column: caption -> function of a width in
+            inches.
 
     Raises:
         ConfigError: the runs cannot be compared, or the reference is unknown.
@@ -85,10 +86,7 @@ def write_sweep(table: SweepTable, runs: Mapping[str, Sequence[Path]], folder: P
     """Writes `sweep.html` into a folder and returns its path.
 
     Args:
-        table: The sweep.
         runs: Label -> the setting's finished runs, one per seed; some may have none.
-        folder: The folder that receives the page.
-        title: The page's title.
 
     Raises:
         CheckpointError: a folder is not that of a run, or damaged.
@@ -134,7 +132,6 @@ def write_index(folder: Path) -> Path:
 
 
 def run_figures(run: Run) -> dict[str, str]:
-    """Returns the figures of a run's page as `<svg>` elements, by name."""
     page = _run_page(run, _once)
     personal, experts = page["personal"] or {}, page["experts"] or {}
     drawn = {
@@ -164,7 +161,6 @@ def run_fragment(run: Run) -> str:
 
 
 def comparison_figures_of(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> dict[str, str]:
-    """Returns the figures of a comparison's page as `<svg>` elements, by name."""
     return {
         "scores": comparison_figures.score_bars(table),
         "rounds": comparison_figures.curves_by_column(table, runs),
@@ -294,7 +290,6 @@ def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
 
 
 def _facts(run: Run, *, method: bool = True) -> list[str]:
-    """Returns the facts about the run, in a few words each."""
     facts = [f"method {run.method}"] if method else []
     facts += [f"model {run.model}"] if run.model else []
     facts += [f"data {run.data}"] if run.data else []
@@ -406,7 +401,6 @@ def _partition_values(run: Run) -> Grid | None:
 
 
 def _holders(run: Run) -> list[str]:
-    """Returns the names of the clients that share the data."""
     budgets = {record.client: record.budget for record in run.clients}
     return [_client_name(client, budgets) for client in range(len(run.partition.counts) if run.partition else 0)]
 
@@ -440,7 +434,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
 
 
 def _figure(svg: str) -> Markup:
-    """Marks one of our figures, whose text matplotlib has escaped, as safe to place in the page."""
+    """Marks a figure as safe to place in the page; matplotlib has escaped its text."""
     return Markup(svg)
 
 
@@ -449,12 +443,12 @@ Shown = Callable[[Callable[[float], str]], Markup]
 
 
 def _both(draw: Callable[[float], str]) -> Markup:
-    """Marks one of our figures, drawn for both widths of a page, as safe to place in the page."""
+    """Marks a figure, drawn for both widths of a page, as safe to place in the page."""
     return _figure(wide_and_narrow(draw))
 
 
 def _once(draw: Callable[[float], str]) -> Markup:
-    """Marks one of our figures, drawn for a wide page alone, as safe to place in the page."""
+    """Marks a figure, drawn for a wide page alone, as safe to place in the page."""
     return _figure(draw(FULL_WIDTH))
 
 

@@ -39,12 +39,11 @@ _INCHES_A_LETTER = 0.06
 
 
 def observation_figure(series: Series, key: str, width: float = FULL_WIDTH) -> str:
-    """Returns a figure's lines over the rounds, or its heat map where a row has a value for each column.
+    """Returns a figure's lines over the rounds, or its heat map if a row has a value for each column.
 
-    A figure of one such row is shown in all rounds, one below the other.
+    A figure with one such row is shown in all rounds, one below the other.
 
     Args:
-        series: The reported figure.
         key: Prefix of the ids in the SVG.
         width: In inches.
     """
@@ -113,7 +112,7 @@ def _heat_map(record: ObservationRecord, key: str, width: float) -> str:
 
 
 def _print_values(axes: Axes, values: NDArray[np.float64], low: float, top: float) -> None:
-    """Writes every value into its field, in a colour that can be read on it."""
+    """Writes every value into its field, in a legible colour."""
     for (row, column), value in np.ndenumerate(values):
         if np.isfinite(value):
             colour = text_on((value - low) / (top - low))
@@ -140,9 +139,9 @@ def _label(axes: Axes, axis: str, labels: Sequence[str], width: float) -> bool:
 
 
 def split_labels(labels: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the labels' common prefix, and their remainders: `expert`, `["0", "1"]` of `expert 0`, `expert 1`.
+    """Returns the labels' common prefix, and their remainders: `expert`, `["0", "1"]` for `expert 0`, `expert 1`.
 
-    Labels without a common prefix are returned as they are, with an empty prefix.
+    Without a common prefix the labels are returned unchanged, with an empty prefix.
     """
     same = takewhile(lambda letters: len(set(letters)) == 1, zip(*labels, strict=False))
     shared = "".join(letters[0] for letters in same) if len(labels) > 1 else ""

@@ -1,4 +1,4 @@
-"""Observations that methods report of their own rounds, gathered by name over the rounds and the seeds."""
+"""Observations that methods report of their rounds, gathered by name over the rounds and the seeds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,6 @@ class Series:
 
     @property
     def last(self) -> ObservationRecord:
-        """The last round's record."""
         return self.records[-1]
 
     @property
@@ -51,11 +50,11 @@ class Series:
 
     @property
     def is_over_rounds(self) -> bool:
-        """Whether it is a matrix of one row in every round, which is followed over the rounds."""
+        """Whether it is a matrix of one row in every round, shown over the rounds."""
         return self.is_matrix and all(len(record.rows) == 1 for record in self.records)
 
     def matrix(self) -> ObservationRecord:
-        """Returns the last round's matrix; of a figure with one row in a round, the row of every round.
+        """Returns the last round's matrix; for a figure with one row in a round, the row of every round.
 
         Rounds with other columns are left out.
         """
@@ -67,13 +66,12 @@ class Series:
 
     @property
     def title(self) -> str:
-        """Its name, as a heading."""
         return self.name[:1].upper() + self.name[1:]
 
     def lines(self) -> dict[str, list[tuple[int, float]]]:
         """Returns row -> (round, value), for figures with one value in a row; NaN and infinity are left out.
 
-        A row that some rounds lack has a shorter line.
+        A row that is missing in some rounds has a shorter line.
         """
         points: dict[str, list[tuple[int, float]]] = {}
         for record in self.records:
@@ -83,7 +81,7 @@ class Series:
         return points
 
     def grid(self) -> Grid | None:
-        """Returns the values of the figure: of its last round, or of every round where it is followed."""
+        """Returns the values of the figure: of its last round, or of every round if it is shown over the rounds."""
         title = f"{self.title}, in {self.unit}" if self.unit else self.title
         if not self.is_matrix:
             return curves_grid(self.lines(), title, "{:.4g}".format)
@@ -102,10 +100,10 @@ def observed(run: Run) -> list[Series]:
 
 
 def observation_grid(runs: Mapping[str, Sequence[Run]]) -> Grid | None:
-    """Returns the last round's figures of several methods over their seeds; None where no method reports any.
+    """Returns the last round's figures of several methods over their seeds; None if no method reports any.
 
-    A figure's rows and columns may mean something else under another seed (experts are drawn anew), so
-    seeds are compared by the mean, the smallest and the largest value of a figure, never entry by entry.
+    A figure's rows and columns may mean something else under another seed (experts are drawn anew). Seeds are therefore
+    compared by the mean, the smallest and the largest value of a figure, never entry by entry.
 
     Args:
         runs: Label -> the method's runs, one per seed.
@@ -139,7 +137,7 @@ def _printed(values: Sequence[float]) -> str:
 def observed_means(run: Run) -> dict[str, dict[int, float]]:
     """Returns `figure` or `figure / column` -> round -> the mean of its finite values, with six digits.
 
-    Up to `MOST_ROUNDS` of its rounds are kept, evenly spread. A figure with rows alone has their mean, and each row.
+    Up to `MOST_ROUNDS` of its rounds are kept, evenly spread. A figure without columns has its mean, and each row.
     """
     found: dict[str, dict[int, float]] = {}
     for series in sorted(observed(run), key=lambda one: one.name):
@@ -151,9 +149,9 @@ def observed_means(run: Run) -> dict[str, dict[int, float]]:
 
 
 def _by_column(record: ObservationRecord) -> dict[str, list[float]]:
-    """Returns the values of a figure by column, or all of them where it has none or more than `MOST_COLUMNS`.
+    """Returns the values of a figure by column, or all together if it has none or more than `MOST_COLUMNS`.
 
-    One without columns, but with several rows, has each of its rows too.
+    A figure without columns, but with several rows, also has each of its rows.
     """
     if not 0 < len(record.columns) <= MOST_COLUMNS:
         every = {record.name: [value for row in record.values for value in row]}
@@ -181,8 +179,8 @@ def entry_over_seeds(runs: Sequence[Run], figure: str, row: str, column: str = "
         runs: The runs of one config, one for each seed.
         figure: Name of the observation.
         row: Label of its row.
-        column: Label of its column; empty where a row has one value.
-        rounds: How many of the last rounds that every run has.
+        column: Label of its column; empty if a row has one value.
+        rounds: Number of last rounds, of those that every run has.
 
     Raises:
         ConfigError: a run reports no such figure, row or column.
@@ -200,8 +198,8 @@ def entry_over_seeds(runs: Sequence[Run], figure: str, row: str, column: str = "
 def stability_grids(runs: Mapping[str, Sequence[Run]]) -> list[Grid]:
     """Returns, for each method with several seeds, the first entry of each matrix of counts that it reports.
 
-    Counts, such as the experts that a client holds, mean the same under every seed; a matrix
-    without a unit need not (experts are drawn anew), and is left out.
+    Counts, such as the number of experts that a client holds, mean the same under every seed. A matrix without a unit
+    need not (experts are drawn anew), and is left out.
 
     Args:
         runs: Label -> the method's runs, one per seed.
@@ -217,7 +215,6 @@ def stability_grids(runs: Mapping[str, Sequence[Run]]) -> list[Grid]:
 
 
 def _entry(observed: pandas.DataFrame, folder: Path, figure: str, row: str, column: str) -> pandas.Series:
-    """Returns the entry's values by round."""
     found = observed.reindex(columns=["round", "name", "row", "column", "value"])
     for key, label, missing in (
         ("name", figure, f"{folder} reports no figure '{figure}'."),

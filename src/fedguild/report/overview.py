@@ -21,7 +21,6 @@ def overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str], t
     Args:
         tables: Column -> its comparison; all have the same methods.
         scores: Label -> its score, one of `SCORES`.
-        title: The title.
     """
     first = next(iter(tables.values()))
     labels = [row.label for row in first.rows]
@@ -40,7 +39,7 @@ def overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str], t
 
 
 def write_overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str], title: str, folder: Path) -> Path:
-    """Writes `table.md` into a folder: the overview where it adds something, every column's scores and costs.
+    """Writes `table.md` into a folder: the overview if it adds something, and every column's scores and costs.
 
     Raises:
         FedGuildError: the file cannot be written.
@@ -55,7 +54,7 @@ def write_overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, s
 
 
 def adds_to(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str]) -> bool:
-    """Returns whether an overview shows what the columns' own tables do not: several columns, or different scores."""
+    """Whether an overview shows what the columns' own tables do not: several columns, or different scores."""
     labels = {row.label for table in tables.values() for row in table.rows}
     return len(tables) > 1 or len({scores[label] for label in labels}) > 1
 

@@ -1,8 +1,7 @@
 """Common style of all figures, and their rendering as SVG for a page.
 
-Methods take the colours of Okabe and Ito (2008), which colour-blind readers can tell apart; budgets
-are ordered, so they take one scale from dark to light. Text stays text: it follows the page's font
-and can be selected and searched.
+Methods take the colours of Okabe and Ito (2008), which colour-blind readers can tell apart. Budgets are ordered, so
+they take one scale from dark to light. Text stays text: it follows the page's font and can be selected and searched.
 """
 
 from __future__ import annotations
@@ -67,11 +66,11 @@ _PAGE_FONT = "'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 def trend_limits(values: Iterable[float], bounds: tuple[float, float] = (-math.inf, math.inf)) -> tuple[float, float]:
     """Returns the limits of an axis that shows how values differ: a little beyond the smallest and the largest.
 
-    Bars are measured from zero instead, since their length is what is read.
+    Bars start at zero instead, since they are read by their length.
 
     Args:
-        values: What is drawn; what is not finite does not count.
-        bounds: The limits of what a value can be.
+        values: The values drawn; non-finite ones are ignored.
+        bounds: The smallest and largest possible value.
     """
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
@@ -82,12 +81,12 @@ def trend_limits(values: Iterable[float], bounds: tuple[float, float] = (-math.i
 
 
 def text_on(share: float) -> str:
-    """Returns the colour of text on a field of `HEAT` that lies at a share of its range, from 0 to 1."""
+    """Returns the colour of text on a field of `HEAT` at a share of its range, from 0 to 1."""
     return ON_DARK if share > 0.5 else ON_LIGHT
 
 
 def wide_and_narrow(draw: Callable[[float], str]) -> str:
-    """Returns a figure drawn for a wide page and for a phone, of which the page shows the one that fits.
+    """Returns a figure drawn for a wide page and for a phone; the page shows the one that fits.
 
     Args:
         draw: Returns the figure at a width in inches, under ids that depend on it (`key_at`).
@@ -97,7 +96,6 @@ def wide_and_narrow(draw: Callable[[float], str]) -> str:
 
 
 def key_at(key: str, width: float) -> str:
-    """Returns the prefix of the ids of a figure at a width."""
     return key if width == FULL_WIDTH else f"{key}-narrow"
 
 
@@ -105,7 +103,7 @@ _PAGE_COLOURS = {INK: "--ink", MUTED: "--muted", RULE: "--rule", "#ffffff": "--p
 
 
 def following(page: str) -> str:
-    """Returns a page whose figures have the colours of the page: on a dark one, those that stand out there."""
+    """Adapts the figures' colours to the page, also on a dark one."""
     drawn = re.sub(r"<svg\b.*?</svg>", lambda svg: _DRAWN_IN.sub(_from_page, svg[0]), page, flags=re.DOTALL)
     known = sorted(set(re.findall(r"var\(--c-([0-9a-f]{6})\)", drawn)))
     light, dark = (" ".join(f"--c-{colour}: {of(colour)};" for colour in known) for of in ("#{}".format, _on_dark))
@@ -122,7 +120,7 @@ def _from_page(found: re.Match[str]) -> str:
 
 
 def _on_dark(colour: str) -> str:
-    """Returns a colour that stands out on a dark page as this one does on a light page."""
+    """Returns a colour with the same contrast on a dark page as this one has on a light page."""
     hue, lightness, saturation = colorsys.rgb_to_hls(*(int(colour[place : place + 2], 16) / 255 for place in (0, 2, 4)))
     lighter = min(max(1 - 0.8 * lightness, 0.58), 0.86)
     return to_hex(colorsys.hls_to_rgb(hue, lighter, saturation))
@@ -152,7 +150,7 @@ def gridlines(axes: Axes, axis: Literal["x", "y", "both"] = "y") -> None:
 
 
 def scale_beside(figure: Figure, axes: Axes, image: AxesImage, width: float, **options: Any) -> Colorbar:
-    """Draws the colour scale of a heat map beside it, or below it where the figure is narrow."""
+    """Draws the colour scale of a heat map next to it, or below it in a narrow figure."""
     if width == FULL_WIDTH:
         bar = figure.colorbar(image, ax=axes, pad=0.015, aspect=14, **options)
     else:
@@ -162,7 +160,7 @@ def scale_beside(figure: Figure, axes: Axes, image: AxesImage, width: float, **o
 
 
 def tilt_if_long(axes: Axes, width: float, degrees: float = 40.0) -> bool:
-    """Tilts the names below a figure if two side by side would touch; upright where it is narrow.
+    """Tilts the names below a figure if neighbours would touch; upright in a narrow figure.
 
     Args:
         axes: The figure's axes, with their ticks set.
@@ -186,7 +184,7 @@ def tilt_if_long(axes: Axes, width: float, degrees: float = 40.0) -> bool:
 
 
 def spread_apart(places: Sequence[float], gap: float) -> list[float]:
-    """Returns the places moved as little as an upward sweep allows, so that neighbours are `gap` apart."""
+    """Moves the places apart by at least `gap`, by as little as an upward sweep allows."""
     moved = list(places)
     order = sorted(range(len(places)), key=lambda index: places[index])
     for below, above in pairwise(order):

@@ -1,4 +1,4 @@
-"""A comparison's outcome in plain words, computed from the numbers of a table."""
+"""The outcome of a run or a comparison in plain words, computed from the numbers of a table."""
 
 from __future__ import annotations
 
@@ -45,7 +45,6 @@ def _personal_summary(table: RunTable, after: str) -> list[str]:
 
 
 def _on_own_data(table: RunTable) -> list[str]:
-    """Returns the sentence about the clients' own data, where a global model is the main result."""
     parts = [
         f"{whose} score {units.score(score)}"
         for whose, score in (
@@ -76,7 +75,7 @@ def comparison_summary(table: ComparisonTable) -> list[str]:
 
 
 def _decisive_column(table: ComparisonTable) -> str:
-    """Returns the smallest budget where every method has it, else the clients' models on their own data."""
+    """Returns the smallest budget if every method has it, else the clients' models on their own data."""
     if table.smallest and all(row.spread(table.smallest.name) for row in table.rows):
         return table.smallest.name
     own = any(row.spread(table.own) for row in table.rows)
@@ -98,7 +97,7 @@ def _lead(table: ComparisonTable, leader: str, column: str) -> str:
 
 
 def _elsewhere(table: ComparisonTable, leader: str) -> list[str]:
-    """Returns the sentences about the mean over budgets, where there are several, and about the clients' own data."""
+    """Returns the sentences about the mean over budgets, if there are several, and about the clients' own data."""
     sentences = []
     mean = table.difference(leader, MEAN) if MEAN in table.columns else None
     if mean is not None:
@@ -131,12 +130,11 @@ def _costs(table: ComparisonTable, leader: str, column: str) -> list[str]:
 
 
 def _flops(row: MethodRow) -> float | None:
-    """Returns the training FLOPs of a client; None where they are withheld for privacy."""
+    """Returns the training FLOPs of a client; None if withheld for privacy."""
     return row.cost.training_flops if row.cost else None
 
 
 def _signed(difference: Spread) -> str:
-    """Returns `+0.206 ± 0.023`, kept on one line."""
     return units.score_spread(difference, difference=True).replace(" ", "\u00a0")
 
 
@@ -153,7 +151,7 @@ def _mean(table: ComparisonTable, label: str, column: str) -> float:
 
 
 def budget_title(budget: BudgetFacts) -> str:
-    """Returns `b4 (1 active expert)`, or the name alone where the experts are unknown."""
+    """Returns `b4 (1 active expert)`, or the name alone if the experts are unknown."""
     if not budget.active_experts:
         return budget.name
     return f"{budget.name} ({units.count_of(budget.active_experts, 'active expert')})"

@@ -71,8 +71,7 @@ class SweepTable:
         keys: The swept keys, in the order given.
         settings: The combinations, the last key changing fastest.
         score: Name of the score that chooses.
-        split: What it was measured on, `validation` or `test`.
-        seeds: All seeds.
+        split: The split of the score, `validation` or `test`.
         round: The last evaluated round.
         warnings: Reasons why the sweep may be unfair, one sentence each.
     """
@@ -87,12 +86,12 @@ class SweepTable:
 
     @property
     def best(self) -> Setting:
-        """The setting with the highest mean over the seeds, the first of several; none that diverged."""
+        """The setting with the highest mean over the seeds, the first in a tie; never one that diverged."""
         return max(self.settings, key=lambda one: self._mean(one))
 
     @property
     def by_validation(self) -> bool:
-        """Whether validation examples chose the best, so that its test score is still an honest one."""
+        """Whether validation examples chose the best, so that its test score is unbiased."""
         return self.split == "validation"
 
     def spread(self, setting: Setting) -> Spread | None:
@@ -104,7 +103,7 @@ class SweepTable:
         return None if setting is best else paired_difference(setting.scores(self.score), best.scores(self.score))
 
     def is_close(self, setting: Setting) -> bool:
-        """Whether the 95 % interval of the difference to the best includes 0: these seeds cannot tell them apart."""
+        """Whether the 95 % interval of the difference to the best includes 0."""
         difference = None if setting.diverged else self.below_best(setting)
         return difference is not None and difference.count > 1 and difference.mean + half_width(difference) >= 0
 
@@ -151,7 +150,7 @@ class SweepTable:
         return Grid(f"{what}, over {units.count_of(len(self.seeds), 'seed')}", tuple(header), tuple(body))
 
     def sentences(self) -> list[str]:
-        """Returns which setting is best and which score says so, and how sure that is."""
+        """Returns which setting is best, by which score, and how certain that is."""
         best, spread = self.best, self.spread(self.best)
         chosen = "validation score" if self.by_validation else "test score"
         said = [f"By the {chosen} ({_SCORES.get(self.score, self.score)}), {best.title} is best: {_interval(spread)}."]
@@ -252,7 +251,6 @@ def tabulate(
     """Returns the table of a sweep.
 
     Args:
-        keys: The swept keys.
         values: Label -> key -> value.
         runs: Label -> the setting's finished runs, one per seed; some may have none.
         diverged: Label -> the seeds with which its training diverged.
@@ -279,7 +277,7 @@ def tabulate(
 
 
 def _interval(spread: Spread | None, *, signed: bool = False) -> str:
-    """Returns a mean with half its 95 % interval; of one seed the mean alone."""
+    """Returns a mean with half its 95 % interval; for one seed the mean alone."""
     if spread is None:
         return "–"
     mean = f"{spread.mean:+.3f}" if signed else f"{spread.mean:.3f}"

@@ -1,4 +1,4 @@
-"""Figures of the papers' tables: the score over what the columns or the rows change, as lines with intervals."""
+"""Figures of the papers' tables: the score over the columns or the rows, as lines with intervals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FITS_A_PANEL = 24
 
 @dataclass(frozen=True)
 class CellScores:
-    """What figures draw of the run of a table's cell.
+    """The data that figures need of the run of a table's cell.
 
     Attributes:
         row: The cell's row.
@@ -49,22 +49,21 @@ class CellScores:
 
     @classmethod
     def of(cls, run: Run, row: str, column: str) -> CellScores:
-        """Returns those of a finished run."""
         return cls(row, column, run.seed, run_table(run).scores, observed_means(run))
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """What a figure draws.
+    """The content of a figure.
 
     Attributes:
-        y: What its lines have.
-        x: What its axis has.
-        values: The axis's values.
+        y: The quantity drawn, as a noun phrase.
+        x: What varies along the horizontal axis, as a noun phrase.
+        values: The values of the horizontal axis.
         panels: The lines.
         digits: Format of a value in words.
-        bounds: The limits of what a value can be.
-        are_differences: Whether a value is a difference, taken seed by seed, so that a line at zero tells its sign.
+        bounds: The smallest and largest possible value.
+        are_differences: Whether values are differences, taken seed by seed; then a line is drawn at zero.
     """
 
     y: str
@@ -82,15 +81,15 @@ class Drawing:
 
     @property
     def caption(self) -> str:
-        """What is drawn, and what the bars are, if there are any."""
+        """What is drawn, and the meaning of the bars, if there are any."""
         several = any(one.count > 1 for lines in self.panels.values() for line in lines.values() for one in line)
         return f"{self.says}; {_BARS if several else 'one seed, so that there is no interval'}."
 
 
 def drawings(table: Table, records: Sequence[CellScores]) -> dict[str, Drawing]:
-    """Returns a table's figures, by the end of their names: the scores' is empty.
+    """Returns a table's figures by file name suffix; that of the scores is empty.
 
-    One for which a cell has no record, or not what it draws, is left out.
+    A figure is left out if a cell has no record, or not what the figure draws.
     """
     found = {end: of_scores(table, figure, records) for end, figure in table.drawn_scores.items()}
     found[ROUNDS] = over_rounds(table, records)
@@ -98,7 +97,7 @@ def drawings(table: Table, records: Sequence[CellScores]) -> dict[str, Drawing]:
 
 
 def of_scores(table: Table, figure: TableFigure, records: Sequence[CellScores]) -> Drawing | None:
-    """Returns a figure of the table's scores; None where a cell that it needs has no record."""
+    """Returns a figure of the table's scores; None if a cell that it needs has no record."""
     scored: dict[tuple[str, str, str], dict[int, float]] = {}
     for record in records:
         for score, value in record.scores.items():
@@ -120,16 +119,16 @@ def of_scores(table: Table, figure: TableFigure, records: Sequence[CellScores]) 
 
 
 def _paired(found: Mapping[int, float] | None, less: Mapping[int, float] | None) -> dict[int, float] | None:
-    """Returns the differences of two cells by seed, of the seeds that both have; None where one has no record."""
+    """Returns the differences of two cells by seed, for the seeds of both; None if one has no record."""
     if found is None or less is None:
         return None
     return {seed: value - less[seed] for seed, value in found.items() if seed in less}
 
 
 def over_rounds(table: Table, records: Sequence[CellScores]) -> Drawing | None:
-    """Returns the figure of what the method reported in each round that its records have.
+    """Returns the figure of what the method reported in each recorded round.
 
-    None where the table has none, a cell that it needs has no record, or records differ in their rounds.
+    None if the table has none, a cell that it needs has no record, or records differ in their rounds.
     """
     if table.rounds is None:
         return None
@@ -168,7 +167,7 @@ def description(drawing: Drawing) -> str:
 
 
 def for_page(table: Table, records: Sequence[CellScores]) -> dict[str, Callable[[float], str]]:
-    """Returns a table's figures for an HTML page: caption -> what draws the figure at a width in inches."""
+    """Returns a table's figures for an HTML page: caption -> function of a width in inches."""
     return {
         drawing.caption: partial(_at_width, f"table-{end or 'scores'}", drawing)
         for end, drawing in drawings(table, records).items()
@@ -180,11 +179,10 @@ def _at_width(key: str, drawing: Drawing, width: float) -> str:
 
 
 def svg_file(name: str, drawing: Drawing) -> str:
-    """Returns the figure as the text of an SVG file, as wide as a phone's page, with the size that an image of it has.
+    """Returns the figure as the text of an SVG file, as wide as a phone's page, with its size as an image.
 
     Args:
-        name: Its name, different from every other figure's.
-        drawing: What is drawn.
+        name: Its name, unique among all figures.
     """
     text = svg(name, drawing)
     sides = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
@@ -197,8 +195,7 @@ def svg(name: str, drawing: Drawing, width: float = NARROW_WIDTH) -> str:
     """Returns the figure as an `<svg>` element, by default as wide as a phone's page.
 
     Args:
-        name: Its name, different from every other figure's.
-        drawing: What is drawn.
+        name: Its name, unique among all figures.
         width: In inches.
     """
     with styled(name):
@@ -206,13 +203,9 @@ def svg(name: str, drawing: Drawing, width: float = NARROW_WIDTH) -> str:
 
 
 def draw(drawing: Drawing, width: float = NARROW_WIDTH) -> Figure:
-    """Returns the figure, a panel below the other: lines through the means, bars for their 95 % intervals.
+    """Returns the figure, panels one below the other: lines through the means, bars for their 95 % intervals.
 
-    A line has one colour in all panels that have it.
-
-    Args:
-        drawing: What is drawn.
-        width: In inches.
+    A line has the same colour in all panels.
     """
     drawn = drawing.panels
     lines = list(dict.fromkeys(line for of_panel in drawn.values() for line in of_panel))
@@ -270,7 +263,7 @@ def _panel(axes: Axes, lines: Mapping[str, Sequence[Spread]], colours: Mapping[s
 
 
 def _reach(score: Spread) -> float:
-    """Half the width of the interval; 0 for one seed, whose interval has no end."""
+    """Half the width of the interval; 0 for one seed, whose interval is unbounded."""
     reach = half_width(score)
     return reach if math.isfinite(reach) else 0.0
 

@@ -26,12 +26,11 @@ class BudgetRow:
     """A budget at the last evaluated round.
 
     Attributes:
-        budget: The tier of compute.
-        before: Score before training; None where it was not evaluated.
-        score: Score of the global model as this budget runs it.
+        before: Score before training; None if it was not evaluated.
+        score: Score of the global model at this budget.
         metrics: Every metric by name.
         clients: Clients of this budget that trained.
-        cost: Mean over those clients; None where none trained.
+        cost: Mean over those clients; None if none trained.
     """
 
     budget: BudgetFacts
@@ -44,16 +43,15 @@ class BudgetRow:
 
 @dataclass(frozen=True)
 class ClientRow:
-    """A client's scores on its own held-out data at the last evaluated round.
+    """A client's scores on its own held-out data at the last evaluated round; None if not evaluated.
 
     Attributes:
-        client: The client's name.
-        budget: Name of its budget; empty where it never trained.
-        examples: Number of examples scored; None where it was not recorded.
-        before: Score of its model before training; None where it was not evaluated.
-        own: Score of the model that it itself uses after the round; None where it was not evaluated.
-        trained: Score of the model as its own training left it; None alike.
-        received: Score of the model with which it would begin its next round; None alike.
+        budget: Name of its budget; empty if it never trained.
+        examples: Number of examples scored; None if not recorded.
+        before: Score of its model before training.
+        own: Score of the model that it uses after the round.
+        trained: Score of the model as its own training left it.
+        received: Score of the model with which it would begin its next round.
     """
 
     client: str
@@ -71,18 +69,18 @@ class RunTable:
 
     Attributes:
         round: The last evaluated round.
-        split: What the scores were measured on, `test` or `validation`.
-        rows: One per evaluated budget; empty where only clients' own models were scored.
+        split: The split of the scores, `test` or `validation`.
+        rows: One per evaluated budget; empty if only clients' own models were scored.
         mean: Mean over budgets; None without budgets.
-        mean_before: The same before training.
-        mtal: Mean over clients of their own models' scores on their own data; None where not evaluated.
-        clients_before: Mean over clients of their scores before training; None where not evaluated.
+        mean_before: The mean before training.
+        mtal: Mean over clients of their own models' scores on their own data; None if not evaluated.
+        clients_before: Mean over clients of their scores before training; None if not evaluated.
         trained: Mean over clients of the scores of their models as trained, on their own data.
         received: Mean over clients of the scores of their models as received, on their own data.
         pooled: Mean over clients of the scores of their models as received, on all clients' data.
-        deviations: `mtal`, `trained`, `received` and `pooled` -> sample deviation over the clients,
-            where there are two or more.
-        clients: One row per client with a score of its own; empty where none was evaluated.
+        deviations: `mtal`, `trained`, `received` and `pooled` -> sample deviation over the clients, if there are two or
+            more.
+        clients: One row per client with a score of its own; empty if none was evaluated.
     """
 
     name: str
@@ -103,7 +101,6 @@ class RunTable:
 
     @property
     def scores(self) -> dict[str, float]:
-        """The score of every budget, and the summaries that the run has, by name."""
         summaries = {name: getattr(self, name) for name in SUMMARIES}
         return {row.budget.name: row.score for row in self.rows} | {
             name: value for name, value in summaries.items() if value is not None
@@ -117,7 +114,7 @@ class RunTable:
         return asdict(self)
 
     def grid(self) -> Grid:
-        """Returns the printable form: the budgets, or the clients where every client has a model of its own."""
+        """Returns the printable form: the budgets, or the clients if every client has its own model."""
         clients = self.client_grid()
         if not self.rows and clients:
             return clients
@@ -177,7 +174,7 @@ class RunTable:
         return (Cell(units.score(row.before)), *shown)
 
     def _over(self) -> str:
-        """Returns what ± means in a title, where a mean over clients has a deviation."""
+        """Returns the meaning of ± in a title, if a mean over clients has a deviation."""
         return "; ± sample deviation over clients" if self.deviations else ""
 
     def _entries(self, row: BudgetRow, metric_names: Iterable[str]) -> list[str]:
@@ -196,7 +193,6 @@ class RunTable:
 
 
 def run_table(run: Run) -> RunTable:
-    """Returns the table of a run, at its last evaluated round."""
     last, first = run.scored("budget", run.last_round), run.scored("budget", 0)
     totals = client_totals(run)
     rows = tuple(_budget_row(budget, first, last, totals) for budget in run.budgets())
@@ -242,7 +238,7 @@ def training_grid(totals: pandas.DataFrame) -> Grid:
 
 
 def privacy_grid(run: Run) -> Grid | None:
-    """Returns what every client has spent of its privacy; None without differential privacy."""
+    """Returns the privacy spent by every client; None without differential privacy."""
     if not run.privacy:
         return None
     last = run.privacy[-1]
@@ -261,7 +257,7 @@ def privacy_grid(run: Run) -> Grid | None:
 
 
 def task_grid(run: Run) -> Grid | None:
-    """Returns task × budget scores at the last evaluated round; None where there is one task."""
+    """Returns task × budget scores at the last evaluated round; None for a single task."""
     scored = run.scored("budget", run.last_round)
     names = [budget.name for budget in run.budgets()]
     tasks = sorted({task for name in names for task in scored[name].by_task})

@@ -25,12 +25,10 @@ def si(value: float | None, unit: str = "") -> str:
 
 
 def byte_count(value: float | None) -> str:
-    """Returns a number of bytes in decimal units, `3.07 MB`."""
     return si(value, "B")
 
 
 def flops(value: float | None) -> str:
-    """Returns a number of floating-point operations, `2.91 TFLOP`."""
     return si(value, "FLOP")
 
 
@@ -48,7 +46,6 @@ def duration(seconds: float | None) -> str:
 
 
 def score(value: float | None) -> str:
-    """Returns a score from 0 to 1 with three decimals."""
     return MISSING if value is None else f"{value:.3f}"
 
 
@@ -64,7 +61,7 @@ def signed(value: float) -> str:
 
 
 def score_spread(spread: Spread | None, *, difference: bool = False) -> str:
-    """Returns `0.612 ± 0.013`, or the mean alone where there is one seed."""
+    """Returns `0.612 ± 0.013`, or the mean alone for one seed."""
     if spread is None:
         return MISSING
     mean = signed(spread.mean) if difference else score(spread.mean)
@@ -80,7 +77,6 @@ def ratio(numerator: float, denominator: float) -> str:
 
 
 def count(number: int) -> str:
-    """Returns a whole number, with a thin space between thousands."""
     return f"{number:,}".replace(",", "\u2009")
 
 

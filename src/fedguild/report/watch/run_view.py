@@ -519,7 +519,6 @@ def _finite(value: float | None) -> float | None:
 
 
 def _plus(total: float | None, value: float | None) -> float | None:
-    """Returns a sum; None once a part is withheld."""
     number = _finite(value)
     return None if total is None or number is None else total + number
 
