@@ -1,8 +1,8 @@
 """The audit log of a federation: who joined, and what was asked, accepted, rejected, revoked and delivered.
 
-Append-only JSON lines, hash-chained (`fedguild.core.chained`): a line that was changed, removed or moved is found by
-`fedguild federation audit`. The chain shows that the log was edited, not by whom; whoever can write the file can also
-write all of it anew, so an operator who must answer for it copies the last seal to another place now and then.
+Append-only JSON lines, hash-chained (`fedguild.core.chained`): `fedguild federation audit` finds a line that was
+changed, removed or moved. The chain shows that the log was edited, not by whom. Anyone who can write the file can also
+rewrite all of it, so an operator who is accountable for it should copy the last seal elsewhere from time to time.
 """
 
 from __future__ import annotations
@@ -33,22 +33,21 @@ class AuditLog:
         self.path = state / AUDIT
 
     def append(self, event: str, **values: Any) -> None:
-        """Writes an entry with the time, and waits until it is on the disk.
+        """Writes an entry with the time, and waits until it is on disk.
 
         Args:
-            event: What happened: `started`, `joined`, `refused`, `size`, `weight`, `round`, `session` (of a secure
-                aggregation), `scored`, `stopped`, `delivered`, `ended`, `registered`, `revoked`, or `foreign`, a run of
-                another app.
-            values: What is known about it, as JSON values.
+            event: `started`, `joined`, `refused`, `size`, `weight`, `round`, `session` (of a secure aggregation),
+                `scored`, `stopped`, `delivered`, `ended`, `registered`, `revoked`, or `foreign`, a run of another app.
+            values: Details of the event, as JSON values.
         """
         self.extend(event, [values])
 
     def extend(self, event: str, entries: Sequence[Mapping[str, Any]]) -> None:
-        """Writes entries of one event with the same time, and waits once until all are on the disk.
+        """Writes entries of one event with the same time, and waits once until all are on disk.
 
         Args:
             event: As for `append`.
-            entries: What is known about each.
+            entries: The details of each.
         """
         if not entries:
             return

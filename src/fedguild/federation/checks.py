@@ -33,8 +33,7 @@ class Fault:
     """A fault that keeps a federation from working.
 
     Attributes:
-        message: What is wrong.
-        hint: What to do.
+        hint: The remedy.
         fatal: Whether starting is pointless.
     """
 
@@ -44,7 +43,6 @@ class Fault:
 
 
 def installed(package: str) -> str | None:
-    """Returns a package's version; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -65,7 +63,6 @@ def require_none(faults: Iterator[Fault]) -> list[Fault]:
 
 
 def version_faults() -> Iterator[Fault]:
-    """Yields faults of the installation of Flower."""
     flwr = installed("flwr")
     if flwr is None:
         yield Fault("Flower (flwr) is not installed.", INSTALL)
@@ -119,7 +116,7 @@ def listening_faults(settings: ServerSettings) -> Iterator[Fault]:
 
 
 def is_loopback(host: str) -> bool:
-    """Returns whether an address to listen on is reached from this machine alone."""
+    """Whether a listening address can be reached from this machine alone."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -223,7 +220,7 @@ def certificate_faults(authority: Path, certificate: Path, key: Path) -> Iterato
 
 
 def port_faults(host: str, port: int, where: str) -> Iterator[Fault]:
-    """Yields a fault if something listens on a port, and does not end as what a killed parent left behind does."""
+    """Yields a fault if something listens on a port and does not end soon, as the children of a killed parent do."""
     deadline = time.monotonic() + FREED_SECONDS
     while True:
         try:

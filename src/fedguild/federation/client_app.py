@@ -1,4 +1,4 @@
-"""The app of a client: it forwards each message to the trainer. `client_executor` runs it, as it is installed."""
+"""The app of a client, which forwards each message to the trainer. `client_executor` runs the installed copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from fedguild.federation.flower.message import Message
 
 
 def forward(message: Message) -> Message:
-    """Returns the trainer's reply."""
     return ipc.request(Path(os.environ[WORK_FOLDER]), message)
 
 

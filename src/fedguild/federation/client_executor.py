@@ -1,7 +1,7 @@
-"""The program on a client's machine that takes the messages which Flower's node has received.
+"""The program on a client's machine that takes the messages received by Flower's node.
 
-It runs FedGuild's own app as it is installed here, whatever app the server sends: nothing of the server's is executed.
-A message of a run with another app gets an error for an answer.
+It runs FedGuild's own app as it is installed here, whatever app the server sends: no code of the server is executed. A
+message of a run with another app is answered with an error.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Command lines and environments of Flower's programs, and of FedGuild's beside them."""
+"""Command lines and environments of the programs of Flower and FedGuild."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def site_environment(folder: Path, site: SiteSettings) -> dict[str, str]:
 
 
 def superlink(folder: Path, settings: ServerSettings) -> list[str]:
-    """Returns the command of Flower's server, which only this machine reaches and which runs no app by itself."""
+    """Returns the command of Flower's server, which only this machine can reach and which runs no app by itself."""
     base = folder.resolve()
     return [
         _program("flower-superlink"),
@@ -68,8 +68,8 @@ def server_executor(folder: Path, settings: ServerSettings) -> list[str]:
 def server_app(address: str, authority: Path | None, token_file: Path, parent: int) -> list[str]:
     """Returns the command of Flower's program that runs the app of one run on the server.
 
-    Whoever has the token can ask the clients in the run's name, and every user can read a command line, so it is in a
-    file.
+    Anyone with the token can send requests to the clients in the run's name, and every user can read a command line, so
+    the token is passed in a file.
     """
     return [
         *(_program("flwr-serverapp"), "--runtime-api-address", address, "--token-file", str(token_file)),
@@ -115,12 +115,10 @@ def client_executor(folder: Path, site: SiteSettings) -> list[str]:
 
 
 def trainer(folder: Path) -> list[str]:
-    """Returns the command of a client's trainer."""
     return [sys.executable, "-m", "fedguild", "federation", "trainer", str(folder.resolve())]
 
 
 def enrolment() -> list[str]:
-    """Returns the command that registers and revokes keys (`fedguild.federation.flower.enrolment`)."""
     return [sys.executable, "-m", "fedguild.federation.flower.enrolment", CONNECTION]
 
 
@@ -130,7 +128,7 @@ def start_run(folder: Path, ticket: str, *, stream: bool = True, round: int | No
     Args:
         ticket: The name under which the run leaves its outcome.
         stream: Whether it streams the run's output and ends with it.
-        round: The round to go back to; None to go on.
+        round: The round to go back to; None for the last.
     """
     values = f'ticket="{ticket}"' + ("" if round is None else f" round={round}")
     return [
@@ -157,7 +155,7 @@ def write_connection(folder: Path, settings: ServerSettings) -> None:
 
 
 def write_app(folder: Path) -> None:
-    """Writes the app of the server's runs as this version of FedGuild has it; the clients accept no other."""
+    """Writes the app of the server's runs for this version of FedGuild; the clients accept no other."""
     write_text(folder / "app" / "pyproject.toml", templates.APP)
 
 
@@ -188,8 +186,8 @@ def _environment(home: Path) -> dict[str, str]:
 def _make_secret(path: Path) -> None:
     """Draws the secret between one of Flower's programs and its executor, if there is none; only the user can read it.
 
-    Flower's runtime interface hands out a node's messages, and the right to run an app, to whoever asks; with this, to
-    whoever knows the secret.
+    Flower's runtime interface gives a node's messages, and the right to run an app, to any caller; with this secret,
+    only to callers that know it.
     """
     make_folder(path.parent)
     if not path.exists():

@@ -1,4 +1,4 @@
-"""The contacts of a federation's server with its clients, as events for whoever watches the run."""
+"""The contacts of a federation's server with its clients, as events for live views of the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fedguild.federation.flower.transport import Node, NoReply, Transport
 
 
 class NotedTransport:
-    """A `Transport` that notes who is connected, what was sent, and who answered.
+    """A `Transport` that records who is connected, what was sent, and who answered.
 
     Clients are named as the operator registered their keys, never as they name themselves.
     """
@@ -22,7 +22,7 @@ class NotedTransport:
         self._sent: dict[str, tuple[str, str]] = {}
 
     def nodes(self) -> list[Node]:
-        """Returns the connected nodes; notes them where they are others than before."""
+        """Returns the connected nodes; records them if they have changed."""
         nodes = self._transport.nodes()
         self._names.update({node.id: node.name for node in nodes if node.name})
         online = sorted(node.name for node in nodes if node.name)
@@ -32,7 +32,6 @@ class NotedTransport:
         return nodes
 
     def send(self, node: int, message: Message, *, ttl_seconds: float) -> str:
-        """Sends a message; returns the id to poll for its reply with."""
         identifier = self._transport.send(node, message, ttl_seconds=ttl_seconds)
         asked = client_name(message.client) if message.client >= 0 else ""
         name = self._names.get(node, asked)
@@ -41,7 +40,6 @@ class NotedTransport:
         return identifier
 
     def poll(self, message_id: str, limit_bytes: int | None = None) -> Message | NoReply | None:
-        """Returns the reply to a message, once; notes it."""
         reply = self._transport.poll(message_id, limit_bytes)
         if reply is not None:
             name, kind = self._sent.pop(message_id, ("", ""))

@@ -10,7 +10,7 @@ from fedguild.core.files import make_folder, write_text
 
 
 def write_key(path: Path) -> Path:
-    """Writes a new private key that only its owner can read, and the public one beside it as `.pub`.
+    """Writes a new private key that only its owner can read, and the public one as `.pub` in the same folder.
 
     Returns:
         The public key's path; the client's operator sends that file, and no other, to the server's operator.

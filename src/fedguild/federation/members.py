@@ -1,8 +1,8 @@
-"""The clients that were admitted to a run, and their weights, which are the operator's to set.
+"""The clients admitted to a run, and their weights, which the operator controls.
 
-A client's weight in an average is its number of training examples, which only the client knows. What it claims is
-capped, or replaced by the size that the operator agreed on with it, and fixed when the client is admitted, or once
-three are: what it says later is reported and changes nothing.
+A client's weight in an average is its number of training examples, which only the client knows. Its claim is capped, or
+replaced by the size that the operator agreed on with it. The weight is fixed when the client is admitted, or once three
+are: later claims are reported and change nothing.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Members:
 
     Attributes:
         path: The file, JSON: client index -> its description, its node, and `examples`, its weight.
-        settings: The server's settings, of which `sizes`, `max_examples` and `examples_factor` count.
+        settings: The server's settings, of which `sizes`, `max_examples` and `examples_factor` are used.
         echo: Prints a line for the operator.
-        audit: Receives what is to stand in the audit log: an event and its values.
-        refuse: Called with a client that cannot take part and why; None where a weight is no reason. In a secure run
-            clients weigh what they upload themselves, so that a weight other than a client's own would end the round.
-        described: Client index -> the same as in the file.
+        audit: Receives an event and its values for the audit log.
+        refuse: Called with a client that cannot take part and why; None if weights are no reason. In a secure run
+            clients weight their uploads themselves, so a weight other than a client's own would end the round.
+        described: Client index -> its entry in the file.
     """
 
     path: Path
@@ -54,9 +54,9 @@ class Members:
                 each.setdefault(CLAIMED, each["sizes"]["train"])
 
     def admit(self, clients: Mapping[int, RegisteredClient]) -> list[int]:
-        """Admits the clients that are new, and reports those that say something else than before.
+        """Admits new clients, and reports those whose claims have changed.
 
-        Of a secure run nobody is admitted, or stays, whose weight is not what it says now.
+        In a secure run only clients whose weight equals their current claim are admitted or stay.
 
         Returns:
             The indices of the new members.
@@ -89,16 +89,16 @@ class Members:
         return new
 
     def _compared(self, sizes: Mapping[int, int]) -> ServerSettings:
-        """Returns the settings that cap sizes: in a secure run no cap by others, before there are enough of them."""
+        """Returns the settings that cap sizes; in a secure run without the cap by others until there are enough."""
         few = self.refuse is not None and len(sizes) < FEWEST_COMPARED
         return self.settings.model_copy(update={"examples_factor": None}) if few else self.settings
 
     def examples(self, index: int) -> int:
-        """Returns a client's weight; 0 if it is no member."""
+        """Returns a client's weight; 0 if it is not a member."""
         return int(self.described[index][EXAMPLES]) if index in self.described else 0
 
     def _weigh_again(self, weights: Mapping[int, int]) -> None:
-        """Weighs those who joined when there were too few to compare with."""
+        """Updates the weights of clients that joined when there were too few to compare with."""
         for index, weight in weights.items():
             before = self.described[index][EXAMPLES]
             if weight != before:
@@ -128,7 +128,7 @@ class Members:
 
 
 def _another_weight(client: int, own: int, weight: int, *, member: bool) -> str:
-    """Returns why a client cannot take part in a secure run whose weight is not its own."""
+    """Returns why a client whose weight is not its own cannot take part in a secure run."""
     if member:
         return (
             f"it weighs itself by {own} examples now and has weighed {weight} since it joined; in a secure run "
@@ -142,9 +142,10 @@ def _another_weight(client: int, own: int, weight: int, *, member: bool) -> str:
 
 
 def admitted_sizes(claimed: Mapping[int, int], settings: ServerSettings) -> dict[int, int]:
-    """Returns client index -> the number of examples by which it weighs.
+    """Returns client index -> the number of examples that is its weight.
 
-    A size that is not pinned counts up to `examples_factor` times the clients' median; with two, times the smaller one.
+    A size that is not pinned counts up to `examples_factor` times the clients' median; with two clients, times the
+    smaller one.
 
     Args:
         claimed: Client index -> the number of training examples that it claims.

@@ -87,7 +87,7 @@ def run_server(folder: Path, echo: Echo) -> None:
 
 
 def opened(settings: ServerSettings) -> list[str]:
-    """Returns lines that say what a server opens, to whom."""
+    """Returns lines that say which ports a server opens, and to whom."""
     at = f"[{settings.host}]" if ":" in settings.host else settings.host
     whom = "this machine alone" if is_loopback(settings.host) else "whoever reaches this machine"
     return [
@@ -132,7 +132,7 @@ def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> l
 
 
 def revoke(folder: Path, name: str) -> str:
-    """Revokes a client's key, also while a run goes on, which from then on takes nothing from this client.
+    """Revokes a client's key, even during a run, which accepts nothing more from this client.
 
     Args:
         folder: The server's folder; its server is up.
@@ -171,7 +171,7 @@ def revoke(folder: Path, name: str) -> str:
 
 
 def run_client(folder: Path, echo: Echo) -> None:
-    """Starts a client's trainer, Flower's node and what runs its app, restarts whichever ends, and runs until Ctrl-C.
+    """Starts a client's trainer, Flower's node and its executor, restarts each when it ends, and runs until Ctrl-C.
 
     Raises:
         ConfigError: the folder, this machine or the connection to the server has faults.
@@ -287,7 +287,7 @@ def run_federation(
 
 
 def _follow(run: subprocess.Popen[str], echo: Echo, state: Path) -> None:
-    """Prints a run's output to its end; Ctrl-C asks the run to stop, and a second one ends the wait for that.
+    """Prints a run's output to its end; Ctrl-C asks the run to stop, and a second one does not wait for that.
 
     Raises:
         KeyboardInterrupt: the user did not wait.
@@ -309,7 +309,7 @@ def _follow(run: subprocess.Popen[str], echo: Echo, state: Path) -> None:
 
 
 def stop_federation(folder: Path, echo: Echo, wait_seconds: float = STOP_SECONDS) -> bool:
-    """Stops the run of a server's folder, so that `run` goes on with it; returns whether there was one.
+    """Stops the run of a server's folder, so that `run` can resume it; returns whether there was one.
 
     Args:
         echo: Prints a line for the user.
@@ -345,9 +345,9 @@ class Status:
 
     Attributes:
         up: Whether the server answers.
-        nodes: Name, status and time of every registered client, as Flower has them.
+        nodes: Name, status and time of every registered client, as reported by Flower.
         round: The last complete round; None before a run has begun.
-        running: The process of the run in progress, and since when; empty if there is none.
+        running: The process of the run in progress, and its start; empty if there is none.
         stopping: Whether it was asked to stop.
         clients: Client -> its description of itself at the start of the run.
     """
@@ -361,7 +361,6 @@ class Status:
 
 
 def status_of(folder: Path) -> Status:
-    """Returns the status of a server's federation."""
     folder, settings = folder.resolve(), load_server(folder)
     commands.write_connection(folder, settings)
     nodes = _nodes(commands.server_environment(folder, settings))
@@ -395,10 +394,10 @@ def _nodes(environment: Mapping[str, str]) -> list[dict[str, Any]] | None:
 
 
 def _wait_until(awaited: Child, started: Sequence[Child], condition: Callable[[], bool]) -> None:
-    """Waits until a process has brought about a condition.
+    """Waits until `condition` holds, which the process `awaited` is to bring about.
 
     Raises:
-        FedGuildError: one of the processes that were started ends before, or it takes too long.
+        FedGuildError: one of the started processes ends before, or it takes too long.
     """
     deadline = time.monotonic() + START_SECONDS
     while time.monotonic() < deadline:
@@ -445,10 +444,10 @@ def _flwr(command: list[str], environment: Mapping[str, str]) -> subprocess.Comp
 def _finished(
     command: list[str], environment: Mapping[str, str], seconds: float, input: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Returns a program that has ended, with its output.
+    """Runs a program to its end and returns its output.
 
     Raises:
-        FedGuildError: it has not ended in time, and was ended.
+        FedGuildError: it did not end in time, and was killed.
     """
     try:
         return subprocess.run(

@@ -28,7 +28,7 @@ class Child:
     """A child process in its own process group, so that it is terminated with everything it started.
 
     It also ends when this process does, however that happens (`fedguild.federation.watchdog`). Only the user can read
-    what it writes.
+    its output.
 
     Args:
         log: The file that its output is appended to.
@@ -51,7 +51,6 @@ class Child:
         return self._process.pid if self._process is not None else 0
 
     def start(self) -> None:
-        """Starts the process."""
         self._started, self._restart_at = time.monotonic(), None
         self._dismiss_watchdog()
         make_folder(self.log.parent)
@@ -70,7 +69,6 @@ class Child:
         self._watchdog = Watchdog(self.pid)
 
     def exit_status(self) -> int | None:
-        """Returns its exit status; None while it runs."""
         return self._process.poll() if self._process is not None else None
 
     def restart(self) -> float | None:
@@ -123,10 +121,10 @@ def watch(
     """Waits until Ctrl-C or SIGTERM; then terminates all.
 
     Args:
-        children: Processes, started.
+        children: Processes that have been started.
         echo: Prints a line for the user.
         restart: Whether a child that ends is restarted; otherwise that is an error.
-        explain: Returns why a child may have ended, on lines of its own.
+        explain: Returns why a child may have ended, as one or more lines.
 
     Raises:
         FedGuildError: a child ended and is not restarted, or its status says that only the user can fix the fault.

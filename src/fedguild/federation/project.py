@@ -37,7 +37,7 @@ def write_project(
     address: str = "127.0.0.1:9443",
     own_data: bool = False,
 ) -> Config:
-    """Writes a federation that runs on one machine as it is, and whose folders can be handed to organisations.
+    """Writes a federation that runs on one machine without changes, and whose folders can be handed to organisations.
 
     Unless each client has its own data, the clients share the config's: each gets the share that `fedguild run` would
     give it.
@@ -45,10 +45,9 @@ def write_project(
     Args:
         folder: A new or empty folder.
         config_name: A preset or a config file.
-        overrides: Settings on top of it, `key.sub=value`.
+        overrides: Settings that override it, `key.sub=value`.
         address: Where the clients find the server, `host:port`.
-        own_data: Whether every client reads the config's data from its own folder and it belongs to that client alone;
-            the server then has none.
+        own_data: Whether every client reads the config's data from its own folder; the server then has none.
 
     Raises:
         ConfigError: the config or the address is wrong, or the method does not suit the model or the number of clients.
@@ -84,7 +83,7 @@ def write_project(
 
 
 def _write_peers(folder: Path, clients: int) -> None:
-    """Gives every client the others' public keys, by which it knows them in a secure aggregation."""
+    """Gives every client the others' public keys, which authenticate them in a secure aggregation."""
     for index in range(clients):
         peers = folder / client_name(index) / PEERS
         make_folder(peers)
@@ -129,7 +128,7 @@ def _write_client(folder: Path, config: Config, index: int, address: str, own_da
 
 
 def _require_own(config: Config, clients: int) -> None:
-    """Raises ConfigError if an override changed what a federation sets itself."""
+    """Raises ConfigError if an override changed a setting that a federation controls."""
     if config.federation.clients != clients:
         raise ConfigError(
             f"federation.clients is {config.federation.clients}, but folders are to be written for {clients} clients.",
@@ -148,7 +147,7 @@ def _require_own(config: Config, clients: int) -> None:
 
 
 def _accepted(config: Config) -> str:
-    """Returns the lines by which a site accepts a secure run and no other; none where the run is plain."""
+    """Returns the lines that make a site accept secure runs only; empty for a plain run."""
     rules = config.federation
     return f"\n  secure: true\n  disclose: [{', '.join(rules.secure_disclose)}]" if rules.secure else ""
 

@@ -1,4 +1,4 @@
-"""The clients whose keys were revoked, on disk, where a run that goes on looks for them."""
+"""The clients whose keys were revoked, on disk, where a run in progress looks for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Revocations:
         self._read: tuple[tuple[int, int], frozenset[str]] | None = None
 
     def names(self) -> frozenset[str]:
-        """Returns the names; cheap enough to ask at every poll."""
+        """Returns the names; cheap enough to call at every poll."""
         try:
             status = self.path.stat()
         except FileNotFoundError:
@@ -29,7 +29,6 @@ class Revocations:
         return self._read[1]
 
     def add(self, name: str) -> None:
-        """Adds a name."""
         write_json(self.path, sorted({*self.names(), name}))
 
     def remove(self, name: str) -> None:

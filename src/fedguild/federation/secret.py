@@ -15,6 +15,6 @@ def private_seed(secret: bytes, config: Config, download: bytes) -> int:
 
     Args:
         secret: The site's secret for the run.
-        config: The run's config as this site has it.
+        config: The run's config with this site's settings.
     """
     return int.from_bytes(hmac.digest(secret, config.fingerprint().encode() + download, "sha256"), "big")

@@ -64,7 +64,7 @@ def main(transport: GridTransport, run_config: Mapping[str, Any]) -> None:
 
 
 def _before_sigterm(action: Callable[[], None]) -> None:
-    """Has something done before this process ends by SIGTERM, as Flower's own handler leaves little time afterwards."""
+    """Calls `action` before this process ends by SIGTERM; Flower's own handler leaves little time afterwards."""
     if threading.current_thread() is not threading.main_thread():
         return
     handler = signal.getsignal(signal.SIGTERM)

@@ -1,7 +1,7 @@
-"""The program beside Flower's server that starts the round loop of a run, if the run is of FedGuild's app.
+"""The program on the server that starts the round loop of a run, if the run is of FedGuild's app.
 
-Flower's interfaces on the server's machine ask nobody for a key, so whoever reaches them can start a run of any app.
-The run is ended before anything of such an app is installed or loaded.
+Flower's interfaces on the server's machine require no key, so anyone who reaches them can start a run of any app. Such
+a run is ended before anything of the app is installed or loaded.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ class _Loop:
     """The round loop of a run.
 
     Attributes:
-        task: Its task.
         token_file: The file with the task's token, which only the user can read.
         process: Its process, which on a busy machine takes longer to start than Flower waits for a sign of life.
-        kept: When Flower last heard that it lives, on the monotonic clock.
+        kept: When Flower last received its sign of life, on the monotonic clock.
     """
 
     task: Task
@@ -57,14 +56,14 @@ class _Loop:
         return cls(task, token_file, process, time.monotonic())
 
     def keep(self, source: TaskSource) -> None:
-        """Tells Flower now and then that it lives."""
+        """Sends Flower its sign of life from time to time."""
         if time.monotonic() - self.kept >= HEARTBEAT_SECONDS:
             self.kept = time.monotonic()
             with suppress(httpx.HTTPError):
                 source.keep(self.task)
 
     def end(self) -> None:
-        """Waits until it has said that it was ended, and has released what it held."""
+        """Waits until it has reported its end and released its resources."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
         self.token_file.unlink(missing_ok=True)

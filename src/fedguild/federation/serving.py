@@ -82,15 +82,11 @@ class RemoteClients:
     """The clients of a run on their own machines.
 
     Attributes:
-        engine: Reaches them.
-        method: The run's method.
-        model: The backbone's description.
         members: Those that were admitted.
         tiers: Name -> budget.
-        dealt: The budget of each client as the run deals them, for those that are not there yet.
+        dealt: The budget that the run assigns to each client, for those that are not connected yet.
         wait_seconds: How long to wait for scores.
         progress: Receives a message for every client without scores.
-        audit: The audit log.
     """
 
     engine: FlowerEngine
@@ -104,7 +100,6 @@ class RemoteClients:
     audit: AuditLog
 
     def note(self, outcome: Outcome) -> None:
-        """Writes a round into the audit log."""
         self.audit.append(
             "round",
             round=outcome.round,
@@ -121,19 +116,16 @@ class RemoteClients:
         self.audit.append("asked", round=round, attempt=attempt, clients=list(clients))
 
     def note_failure(self, round: int, reason: str) -> None:
-        """Writes a round that failed into the audit log."""
         self.audit.append("failed", round=round, reason=reason)
 
     def note_session(self, facts: Mapping[str, Any]) -> None:
-        """Writes a session of a secure aggregation into the audit log."""
         self.audit.append("session", **facts)
 
     def is_revoked(self, client: int) -> bool:
-        """Whether a client's key was revoked."""
         return self.engine.registry.is_revoked(client)
 
     def current(self) -> list[ClientInfo]:
-        """Returns all clients, after admitting those that have come since; one that never came has no examples."""
+        """Returns all clients, after admitting new ones; a client that never connected has no examples."""
         self.engine.registry.refresh()
         self.members.admit(self.engine.registry.clients)
         return [self._client(index) for index in range(len(self.dealt))]
@@ -203,7 +195,6 @@ class RemoteClients:
     def _ask(
         self, kind: Literal["score", "deliver"], state: Payload, number: int, metadata: Mapping[str, Any]
     ) -> dict[int, Message]:
-        """Sends every client a request with its excerpt of the state."""
         return self.engine.ask(kind, number, partial(self._excerpt, state), self.wait_seconds, metadata)
 
     def _excerpt(self, state: Payload, client: int) -> bytes:
@@ -211,7 +202,7 @@ class RemoteClients:
         return pack(part.tensors, part.scalars)
 
     def _beyond_weights(self, state: Payload) -> list[str]:
-        """Returns the parts of the clients' models that no checkpoint holds; they are the same for all."""
+        """Returns the parts of the clients' models that no checkpoint can hold; they are the same for all."""
         client = self._client(0)
         excerpt = self.method.excerpt(without_momentum(state), self.model, client)
         return beyond_weights(self.method.personalize(excerpt, self.model, client, Payload()).plan)
@@ -232,7 +223,7 @@ def serve(
         transport: Reaches the clients.
         folder: The server's folder; its relative paths start here.
         poll_seconds: Interval between two polls for replies.
-        round: Goes back to this round of the run; None to go on from its last complete one.
+        round: Goes back to this round of the run; None for its last complete one.
 
     Raises:
         ConfigError: `run.yaml` is not the config that the run started with.
@@ -289,7 +280,7 @@ def prepare_remote(
     """Returns the experiment of a run with real clients, once they are connected.
 
     Raises:
-        ConfigError: the config asks for what real clients cannot do.
+        ConfigError: the config asks for something that real clients cannot do.
         QuorumError: clients are missing after `wait_seconds`.
     """
     if config.evaluation.pooled:
@@ -385,7 +376,7 @@ def _wait_for_clients(
     """Waits for the clients without which the run cannot start or resume, and admits those that have joined.
 
     Args:
-        needs_all: Whether the method needs all clients at the start, since its first state depends on each of them.
+        needs_all: Whether the method needs all clients at the start, because its first state depends on each of them.
     """
     federation = config.federation
     begun = len(members.described) == federation.clients

@@ -1,7 +1,7 @@
 """Settings of a federation with real clients: those of a client's site, and those of the server.
 
-`site.yaml` belongs to one organisation and stays with it. It says which data and which model the client
-trains on, and limits what the server may ask for; requests beyond the limits are refused with a reason.
+`site.yaml` belongs to one organisation and stays with it. It names the data and the model that the client trains on,
+and limits what the server may ask for; requests beyond the limits are refused with a reason.
 """
 
 from __future__ import annotations

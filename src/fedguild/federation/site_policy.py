@@ -34,8 +34,8 @@ class Terms:
         batch: Examples of an optimizer step, over all accumulated batches.
         examples: Distinct examples of this site that a round trains on.
         aggregated: Minimum number of clients whose uploads the run aggregates.
-        withheld: Which of `steps` and `examples` a refusal does not say, as differential privacy withholds the site's
-            size.
+        withheld: Which of `steps` and `examples` a refusal must not reveal, because differential privacy withholds the
+            site's size.
     """
 
     method: str
@@ -46,12 +46,12 @@ class Terms:
     withheld: Collection[str] = ()
 
     def said(self, name: Literal["steps", "examples"]) -> str:
-        """Returns a number as a refusal says it."""
+        """Returns a number as a refusal may state it."""
         return WITHHELD_NUMBER if name in self.withheld else str(getattr(self, name))
 
 
 class SitePolicy(AcceptSettings):
-    """A site's limits, the settings of `accept:` in its `site.yaml`, with what they refuse."""
+    """A site's limits, the settings of `accept:` in its `site.yaml`, and the refusals that follow from them."""
 
     def kind_refusal(self, kind: str) -> str:
         """Returns why a kind of request is refused; empty if it is not."""
@@ -60,7 +60,7 @@ class SitePolicy(AcceptSettings):
         return f"'{kind}' is not among accept.requests ({', '.join(self.requests) or 'none'})"
 
     def round_refusal(self, round: int, rounds: int) -> str:
-        """Returns why a request of a round that its run does not have is refused; empty if it has it.
+        """Returns why a request is refused whose round is not in its run; empty if it is.
 
         Args:
             round: The round, 0 before the first.
@@ -98,7 +98,7 @@ class SitePolicy(AcceptSettings):
         """Returns why a score that is a mean over this number of examples is refused; empty if it is not.
 
         Args:
-            withheld: Whether the refusal does not say it.
+            withheld: Whether the refusal must not reveal the number.
         """
         if examples < self.min_scored:
             number = WITHHELD_NUMBER if withheld else str(examples)
@@ -109,7 +109,7 @@ class SitePolicy(AcceptSettings):
         """Returns why a run is refused for what the server would see of this site; empty if it is not.
 
         Args:
-            disclosed: What such a run sends in the clear beside.
+            disclosed: What such a run also sends unmasked.
         """
         if self.secure and not secure:
             return "the run does not aggregate securely (federation.secure), but accept.secure is true"
@@ -119,11 +119,7 @@ class SitePolicy(AcceptSettings):
         return ""
 
     def privacy_refusal(self, rules: PrivacyRules | None) -> str:
-        """Returns why a run is refused for what no ledger could hold, whatever it asks for; empty if it is not.
-
-        Args:
-            rules: The run's differential privacy; None without.
-        """
+        """Returns why a run is refused because no ledger can account for it; empty if it is not."""
         if self.max_epsilon is None:
             return ""
         if rules is None:
@@ -187,9 +183,9 @@ class SitePolicy(AcceptSettings):
 class RequestLog:
     """The requests of a run that a site has answered, on disk, so that a restart does not forget them.
 
-    A request that is repeated word for word gets the same answer again, from which nobody learns more where the answer
-    is the upload: a server that was interrupted asks so. Only different requests count. In a secure run the answer is a
-    part of a sum, and two sums over different clients do tell more.
+    A request that is repeated word for word gets the same answer again, which reveals nothing more if the answer is the
+    upload; a server that was interrupted repeats requests. Only different requests count. In a secure run the answer is
+    a part of a sum, and two sums over different clients do reveal more.
 
     Args:
         path: The file, JSON: kind, round, and what distinguishes legitimate requests -> digests of those answered.
@@ -200,7 +196,7 @@ class RequestLog:
         self._seen: dict[str, list[str]] | None = None
 
     def refusal(self, message: Message, most: int | None, in_run: tuple[str, int | None] = ("", None)) -> str:
-        """Returns why a request is one too many; notes it, and returns an empty text, if it is not.
+        """Returns why a request exceeds the limits; if it does not, records it and returns an empty text.
 
         Args:
             most: Maximum number of different requests of its kind in its round; None for no limit.
@@ -246,27 +242,27 @@ class RequestLog:
 
 
 class SumLog:
-    """The sums of secure aggregation that a run's trainings went into, on disk: each training into one of each half.
+    """The sums of secure aggregation that a run's trainings entered, on disk: each training enters one of each half.
 
-    Training is deterministic, so a round that is trained again gives the same upload; the difference of two sums over
-    different clients would be that of the missing ones. A sum over the same clients may be opened again. Where a client
-    was not asked in the first session, enough others were, and refuse.
+    Training is deterministic, so a repeated round gives the same upload, and the difference of two sums over different
+    clients would be that of the missing ones. A sum over the same clients may be opened again. If a client was not
+    asked in the first session, enough others were, and refuse.
 
     Args:
-        path: The file, JSON: digest of a training and half -> digest of who is in the sum.
+        path: The file, JSON: digest of a training and half -> digest of the clients in the sum.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def require_same(self, training: str, half: str, digest: str) -> None:
-        """Notes a sum before it is opened.
+        """Records a sum before it is opened.
 
         Args:
             half: `weights` or `values`.
 
         Raises:
-            UploadError: the same training went into another sum.
+            UploadError: the same training entered another sum.
             FedGuildError: the file cannot be read or written.
         """
         key = f"{training} {half}"
@@ -284,7 +280,7 @@ class SumLog:
 
 
 def _key(message: Message) -> str:
-    """Returns what requests must share to count together: a round's scores are of several models and splits."""
+    """Returns the key under which requests count together: a round's scores are of several models and splits."""
     parts = [message.kind, str(message.round)]
     if message.kind == "score":
         parts += [str(message.metadata.get(name)) for name in ("scope", "split")]
@@ -292,6 +288,6 @@ def _key(message: Message) -> str:
 
 
 def _digest(message: Message) -> str:
-    """Returns what two requests share only if they ask for the same, the run's config included."""
+    """Returns a digest that requests share only if they ask for the same, the run's config included."""
     metadata = json.dumps(message.metadata, sort_keys=True).encode()
     return hashlib.sha256(hashlib.sha256(metadata).digest() + message.body).hexdigest()[:_DIGEST_CHARACTERS]

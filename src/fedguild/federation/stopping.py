@@ -1,4 +1,4 @@
-"""The request to stop a federation's run: a file that its loop looks for whenever it waits."""
+"""The request to stop a federation's run: a file that its loop checks whenever it waits."""
 
 from __future__ import annotations
 
@@ -12,16 +12,12 @@ STOP = "stop.json"
 
 
 def request_stop(state: Path, by: str) -> None:
-    """Asks the run of a state folder to stop.
-
-    Args:
-        by: Who asks, for the message.
-    """
+    """Asks the run of a state folder to stop; `by` names who asks, for the message."""
     write_json(state / STOP, {"by": by, "since": datetime.now().astimezone().isoformat(timespec="seconds")})
 
 
 def stop_is_requested(state: Path) -> bool:
-    """Whether the run was asked to stop and has not yet."""
+    """Whether the run was asked to stop and has not stopped yet."""
     return (state / STOP).exists()
 
 
@@ -31,7 +27,7 @@ def withdraw_request(state: Path) -> None:
 
 
 def stop_if_requested(state: Path) -> None:
-    """Raises if the run was asked to stop.
+    """Ends the run if it was asked to stop.
 
     Raises:
         StoppedError: it was.

@@ -1,4 +1,4 @@
-"""A federation in one process, without a network, some of whose clients answer as a test wants.
+"""A federation in one process, without a network, in which a test controls the answers of some clients.
 
 The server's loop, its checks and the honest clients' trainer are the ones of a real federation; only Flower is
 replaced, by a transport that hands bytes over. This module is stable: tests outside this repository may use it.
@@ -17,7 +17,7 @@ replaced, by a transport that hands bytes over. This module is stable: tests out
         assert driven.error is None
         assert "steps" in driven.rejected[1][2]
 
-Whoever wants every client's answers from a script needs no trainer: a `HostileClient` that never calls `honest`.
+A `HostileClient` that never calls `honest` needs no trainer, so all answers can come from a script.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _FIRST_NODE = 100
 
 @dataclass(frozen=True)
 class HostileClient:
-    """A registered client that answers as it likes.
+    """A registered client with arbitrary answers.
 
     Attributes:
         client: Its index in the federation, for which its key is registered.
@@ -70,11 +70,11 @@ class HostileClient:
 
 @dataclass(frozen=True)
 class Driven:
-    """What a federation has come to.
+    """The outcome of a federation.
 
     Attributes:
         folder: The run's folder.
-        error: What ended the run before its last round; None if it ended well.
+        error: What ended the run before its last round; None if it was completed.
         state: The method's state after the last complete round; None if there is none.
         records: The run's records.
         lines: The lines that the operator saw.
@@ -88,7 +88,6 @@ class Driven:
 
     @property
     def rounds(self) -> list[RoundRecord]:
-        """The complete rounds."""
         return [record for record in self.records if isinstance(record, RoundRecord)]
 
     @property
@@ -120,7 +119,7 @@ class _LoopbackNode:
 class LoopbackTransport:
     """A transport to clients in this process (`fedguild.federation.flower.transport.Transport`).
 
-    Every message is written to bytes and read again. A node handles one message whenever any reply is polled for.
+    Every message is written to bytes and read again. Each poll for any reply lets every node handle one message.
     """
 
     def __init__(self) -> None:
@@ -143,17 +142,14 @@ class LoopbackTransport:
         return node.id
 
     def nodes(self) -> list[Node]:
-        """Returns all nodes."""
         return [Node(node.id, node.name) for node in self._nodes.values()]
 
     def send(self, node: int, message: Message, *, ttl_seconds: float) -> str:
-        """Puts a message into a node's inbox; returns its id."""
         self._sent += 1
         self._nodes[node].inbox.append((str(self._sent), message.to_bytes()))
         return str(self._sent)
 
     def poll(self, message_id: str, limit_bytes: int | None = None) -> Message | NoReply | None:
-        """Returns the reply to a message, once."""
         for node in self._nodes.values():
             if node.inbox:
                 id, request = node.inbox.popleft()
@@ -187,11 +183,10 @@ def drive(
         folder: The server's folder; the clients' folders are in it.
         hostile: The clients that are not honest.
         overrides: Settings of the config to change, `key=value`.
-        server: Settings of `server.yaml` to change. Clients score their own models, and deliver nothing, unless these
-            say otherwise.
+        server: Settings of `server.yaml` to change. By default clients score their own models and deliver nothing.
 
     Returns:
-        What it has come to; an exception of the server's loop is in `error`, not raised.
+        The outcome; an exception of the server's loop is in `error`, not raised.
     """
     config = load_config(config, overrides) if isinstance(config, str) else config
     transport, loaded = LoopbackTransport(), dict[str, Backbone]()

@@ -94,13 +94,11 @@ _DATA_ONLY = {"seed", "shares", "share"}
 
 
 class _RefusalError(FedGuildError):
-    """A refusal by the site's policy, whose words tell nothing of the data that differential privacy withholds."""
+    """A refusal by the site's policy, whose message reveals nothing that differential privacy withholds."""
 
 
 @dataclass(frozen=True)
 class _Session:
-    """This client's part of one run."""
-
     experiment: Experiment
     engine: LocalEngine
     secret: bytes
@@ -116,7 +114,7 @@ class TrainerService:
         folder: The site's folder; its relative paths start here.
 
     Attributes:
-        loads: How often this object has loaded the backbone.
+        loads: Number of times that this object has loaded the backbone.
     """
 
     def __init__(self, site: SiteSettings, folder: Path, *, load: Callable[[Config], Backbone] = load_model) -> None:
@@ -138,7 +136,7 @@ class TrainerService:
         }
 
     def handle(self, message: Message) -> Message:
-        """Returns the reply to a request; an error becomes its `failure`, and the service goes on."""
+        """Returns the reply to a request; an error becomes its `failure`, and the service continues."""
         print(f"{message.kind}, round {message.round}.", flush=True)
         try:
             return self._handlers[message.kind](message)
@@ -155,7 +153,7 @@ class TrainerService:
             return message.reply(failure=f"its trainer failed: {type(error).__name__}{what}")
 
     def _keeps_figures(self, message: Message) -> bool:
-        """Whether what an error says of this client's numbers stays here: its site or the run aggregates securely."""
+        """Whether error messages must omit this client's figures: its site or the run aggregates securely."""
         federation = message.metadata.get("config", {})
         federation = federation.get("federation", {}) if isinstance(federation, dict) else {}
         return self.policy.secure or bool(isinstance(federation, dict) and federation.get("secure"))
@@ -229,7 +227,7 @@ class TrainerService:
         return reply
 
     def _spent(self, session: _Session, run: str) -> str:
-        """Enters a training in the site's ledger; returns why it is refused, if the budget does not reach for it."""
+        """Enters a training in the site's ledger; returns why it is refused if the privacy budget does not allow it."""
         rules, released = session.rules, self.ledger.releases(LEDGER_NAME)
         if rules is None or rules.settings.is_central:
             return ""  # the ledger has the run as one without noise since its first request
@@ -244,7 +242,6 @@ class TrainerService:
         return ""
 
     def _engine(self, session: _Session) -> Engine:
-        """Returns the engine of one training, with noise that no other training has."""
         rules, examples = session.rules, len(self._client_data().train)
         if rules is None:
             return session.engine
@@ -319,7 +316,7 @@ class TrainerService:
         return config.model_copy(update={"model": self.site.model, "data": data, "output": None})
 
     def _count_refusal(self, message: Message, session: _Session) -> str:
-        """Returns why a request is one too many in its round or its run; notes it if it is not."""
+        """Returns why a request exceeds its limits; records it if it does not."""
         in_run = self.policy.most_in_run(message.kind)
         return session.requests.refusal(message, self.policy.requests_per_round, in_run)
 
@@ -450,14 +447,14 @@ def _is_private(message: Message) -> bool:
 
 
 def _digest(message: Message) -> bytes:
-    """Returns what two messages share only if they are the same, bit for bit."""
+    """Returns a digest that messages share only if they are the same, bit for bit."""
     return hashlib.sha256(message.to_bytes()).digest()
 
 
 def _stored_answer(folder: Path, message: Message) -> Message | None:
-    """Returns the answer to a request that is the last one that was answered, repeated word for word.
+    """Returns the stored answer to a request that repeats the last answered one word for word.
 
-    Nobody learns more from the same bits, so that it costs no privacy; trained anew, it would have other noise.
+    The same bits reveal nothing more, so repeating them costs no privacy; a new training would have other noise.
     """
     path, digest = folder / ANSWER, _digest(message)
     content = path.read_bytes() if path.is_file() else b""
@@ -467,7 +464,8 @@ def _stored_answer(folder: Path, message: Message) -> Message | None:
 def _bind(folder: Path, config: Config) -> None:
     """Binds a run to the config of its first request, without what the site sets itself.
 
-    The client's memory of a run outlives a request: what one config keeps there, a second could ask for on other terms.
+    The client's memory of a run outlives a request: a second config could otherwise ask for what the first kept there,
+    on other terms.
 
     Raises:
         UploadError: the run began with another config.

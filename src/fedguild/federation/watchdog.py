@@ -1,8 +1,8 @@
-"""Ends a process group when the process that started it is gone, however it went: also by SIGKILL, on any POSIX system.
+"""Ends a process group when the process that started it is gone, even after SIGKILL, on any POSIX system.
 
-The watchdog is a small process that holds the reading end of a pipe, of which the parent holds the only writing end.
-When the parent dies, the system closes that end. A byte says instead that the group has ended and nothing is to be
-done. On Linux the direct child also gets a signal from the kernel, in case somebody kills the watchdog.
+The watchdog is a small process that holds the reading end of a pipe whose only writing end the parent holds. When the
+parent dies, the system closes that end. A byte says instead that the group has ended and nothing is to be done. On
+Linux the direct child also gets a signal from the kernel, in case the watchdog is killed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Watchdog:
             os.close(reading)
 
     def dismiss(self) -> None:
-        """Ends the watch; the group is left as it is."""
+        """Ends the watch without ending the group."""
         with suppress(BrokenPipeError):
             os.write(self._writing, b".")
         os.close(self._writing)
@@ -84,11 +84,11 @@ def dying_with_parent() -> Callable[[], None] | None:
 def end_with_ancestors(programs: Sequence[str], last_words: Callable[[str], None]) -> None:
     """Ends this process as soon as one of its ancestors has ended, however that happened.
 
-    For a process that others start in a session of its own, which no signal to a group reaches: Flower starts the round
-    loop so, and it would hold the run folder's lock until its next message fails.
+    For a process that others start in a separate session, which no signal to a group reaches: Flower starts the round
+    loop this way, and it would hold the run folder's lock until its next message fails.
 
     Args:
-        programs: Which ancestors count: those with one of these programs in their command line.
+        programs: The ancestors to watch: those with one of these programs in their command line.
         last_words: Called with the ancestor's program before the process ends.
     """
     watched: dict[psutil.Process, str] = {}
