@@ -80,23 +80,6 @@ def test_the_penalty_and_its_gradients(starts: tuple[int, ...], olmoe_backbone: 
                 torch.testing.assert_close(tensor.own(slot, grad).double(), wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_no_gradient_reaches_a_rank_that_a_client_does_not_have(olmoe_backbone: Backbone) -> None:
-    model = olmoe_backbone.info
-    plans = [hetlora().plan(model, budget) for budget in (LARGE, SMALL)]
-    with SlotModel(olmoe_backbone, plans) as slots:
-        slots.load(0, adapter_of(model, 3, 0))
-        slots.load(1, adapter_of(model, 1, 1))
-        tail_products(slots.trainables, (1, 0)).sum().backward()
-        for tensor in slots.trainables.values():
-            axis = rank_axis(tensor.name)
-            assert axis is not None
-            assert tensor.stored.grad is not None
-            grad = tensor.stored.grad.select(tensor.axis, 1)
-            grad = grad.transpose(-1, -2) if tensor.swapped else grad
-            assert grad.narrow(axis, 0, 1).abs().max() > 0
-            assert (grad.narrow(axis, 1, grad.shape[axis] - 1) == 0).all()
-
-
 @pytest.mark.parametrize(
     ("gamma", "rank", "expected"),
     [(0.99, 20, 19), (0.99, 1, 0), (0.7, 10, 7), (0.29, 100, 29), (1.0, 8, 8), (0.5, 5, 2)],

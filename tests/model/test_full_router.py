@@ -25,17 +25,6 @@ def encoded(lengths: list[int], seed: int) -> list[Encoded]:
     return [Encoded(tuple(row), 1) for row in random_rows(lengths, seed)]
 
 
-def test_shapes_and_start(olmoe_backbone):
-    shapes = FullRouter().shapes(olmoe_backbone.info)
-    assert shapes == {f"model.layers.{layer}.mlp.gate.delta": (8, 16) for layer in (0, 1)}
-    for name, shape in shapes.items():
-        start = FullRouter().initial(name, shape, torch.Generator())
-        assert start.shape == shape
-        assert not start.any()
-        layout = FullRouter().layout(name, shape, torch.float32)
-        assert (layout.shape, layout.axis, layout.decays) == (shape, 0, True)
-
-
 @pytest.mark.parametrize("family", ROUTED)
 @pytest.mark.parametrize("counts", [(2, 2), (1, 3)])
 def test_a_slots_model_is_one_with_other_routers(family, counts):

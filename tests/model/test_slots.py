@@ -27,19 +27,6 @@ def batch_of(*lengths: list[int]) -> SlotBatch:
     return collate(rows, PAD)
 
 
-def twice(lengths: list[int]) -> SlotBatch:
-    """A batch in which two slots have the same rows."""
-    rows = [Encoded(tuple(row), 1) for row in random_rows(lengths, 1)]
-    return collate([rows, rows], PAD)
-
-
-def losses_of(backbone, plans, adapters, batch):
-    with SlotModel(backbone, plans) as model, torch.no_grad():
-        for slot, adapter in enumerate(adapters):
-            model.load(slot, adapter)
-        return model.token_losses(batch)
-
-
 def test_a_slot_reads_back_what_it_loaded_at_its_own_rank(olmoe_backbone):
     plans = [PLAN, PLAN.with_lora(rank=1), PLAN.with_lora(rank=7)]
     adapters = [random_adapter(olmoe_backbone.info, plan, seed) for seed, plan in enumerate(plans)]
@@ -102,14 +89,6 @@ def test_the_output_scale_equals_the_scale_in_the_down_projection(kind):
             assert abs(grad.item()) > 1e-3
 
 
-def test_a_fixed_output_scale_is_not_trained(olmoe_backbone):
-    plans = [AdapterPlan((PLAN.lora, OutputScale("fixed", start))) for start in (1.0, 4.0)]
-    with SlotModel(olmoe_backbone, plans) as model:
-        assert not any(name.endswith("output_scale") for name in model.trainables)
-        first, second = model.token_losses(twice([6])).view(2, -1)
-    assert not torch.allclose(first, second)
-
-
 def test_bf16_runs_near_fp32():
     losses = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -142,21 +121,6 @@ def packed_batch() -> tuple[SlotBatch, list[tuple[list[int], int]]]:
         segments=segments[None],
     )
     return batch, [(prompt + first, 4), (prompt + second, 4)]
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", ["olmoe", "llama", "deepseek_v2 greedy"])
-def test_an_attention_mask_of_the_batch_separates_candidates(family, attention):
-    backbone = tiny_backbone(family, attn_implementation=attention)
-    plan = AdapterPlan((Lora(4, 0.5, ("attention",)),))
-    adapter = random_adapter(backbone.info, plan, 1)
-    batch, texts = packed_batch()
-    found = losses_of(backbone, [plan], [adapter], batch)
-    adapter = {name: value.float() for name, value in adapter.items()}
-    alone = MergedModel(tiny_model(family), backbone.info, plan, adapter)
-    with torch.no_grad():
-        expected = torch.cat([alone.losses(ids, prompt) for ids, prompt in texts])
-    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_an_attention_that_takes_no_mask_is_refused(olmoe_backbone, monkeypatch):

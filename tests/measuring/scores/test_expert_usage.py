@@ -24,13 +24,6 @@ def test_expert_utilisation_against_loops():
     assert usage.normalised_entropy.tolist()[1:] == pytest.approx([1.0, 0.0, 0.0])
 
 
-def test_rate_entropy_may_exceed_ln_m():
-    usage = expert_utilisation(torch.full((1, 64), 2), tokens=16)
-    assert usage.rate_entropy.item() == pytest.approx(8 * math.log(8))
-    assert usage.rate_entropy.item() > math.log(64)
-    assert usage.entropy.item() == pytest.approx(math.log(64))
-
-
 def test_utilisation_without_tokens_or_with_one_expert_is_defined():
     unseen = expert_utilisation(torch.zeros(2, 3), tokens=0)
     single = expert_utilisation(torch.tensor([[7]]), tokens=7)

@@ -67,19 +67,6 @@ def test_statistics_of_two_passes(tokens: list[int], padding: bool) -> None:
             torch.testing.assert_close(value, torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=1e-12)
 
 
-def test_an_expert_that_nothing_activates_has_no_region_and_no_margin() -> None:
-    seen = routing([6], 3)
-    quiet = seen.logits.detach().clone()
-    quiet[:, 4] = -30
-    seen = replace(seen, logits=quiet, indices=quiet.topk(TOP_K).indices)
-    profile = RoutingProfile([LAYER], 1, torch.device("cpu"), torch.float64)
-    profile.observe(seen)
-    (found,) = profile.of(0)
-    assert not found.region[4].any()
-    assert float(found.margin[4]) == 0.0
-    assert 0 < float(found.routing[4]) < 1e-9
-
-
 @pytest.mark.parametrize("active", [(2, 1, 2), (1, 1, 2), (0, 2, 0), (0, 0, 0)])
 def test_what_is_not_active_is_nobodys(active: tuple[int, ...]) -> None:
     """Index M, of a token beyond its expert's capacity or of fewer active experts, is not the next client's expert 0.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from statistics import fmean, pstdev
 
 import pytest
@@ -13,16 +12,13 @@ from fedguild.config import tables
 from fedguild.model.backbone import Backbone
 from tests.methods.fedalign_moe.federation import (
     EXPERTS,
-    GATES,
     LAYERS,
     fedalign,
-    federation_of,
     own_experts,
     random_round,
     vector,
 )
 from tests.oracles import fedalign_moe as oracle
-from tests.oracles.aggregation import weighted_mean
 
 ABLATIONS = [
     {},
@@ -124,29 +120,6 @@ def test_averaging_by_index(olmoe_backbone: Backbone) -> None:
             updates = [part.payload.tensors[name] for part in uploads if name in part.payload.tensors]
             mean = sum(updates) / len(updates) if updates else torch.zeros(1)
             torch.testing.assert_close(vector(found, expert), vector(before, expert) + mean, rtol=1e-5, atol=1e-6)
-
-
-def test_fedavg_is_the_mean_of_parameters_by_size(olmoe_backbone: Backbone, tmp_path: Path) -> None:
-    """Gates and experts; an expert that a client did not activate counts as an unchanged copy."""
-    federation = federation_of(olmoe_backbone, tmp_path, gate="averaged", aggregation="size")
-    state = federation.start()
-    uploads = federation.train(state)
-    found = federation.method.aggregate(state, iter(uploads))
-    sizes = [torch.tensor(float(part.client.examples)) for part in uploads]
-    for name in GATES:
-        values = [part.payload.tensors[f"gate/{name}"] for part in uploads]
-        expected = weighted_mean(values, sizes, state.tensors[f"gate/{name}"])
-        torch.testing.assert_close(found.tensors[f"gate/{name}"].double(), expected.double(), rtol=1e-5, atol=1e-6)
-    for layer in LAYERS:
-        before, after = own_experts(state, layer), own_experts(found, layer)
-        for expert in range(EXPERTS):
-            start = vector(before, expert)
-            values = [
-                start + part.payload.tensors.get(f"update/{layer}/{expert}", torch.zeros_like(start))
-                for part in uploads
-            ]
-            expected = weighted_mean(values, sizes, start)
-            torch.testing.assert_close(vector(after, expert).double(), expected.double(), rtol=1e-5, atol=1e-6)
 
 
 # Figures of a round

@@ -14,7 +14,7 @@ from fedguild.methods.ub_smoe.modulated_routing import ModulatedChooser, Modulat
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.routing import RoutingRule, route
-from fedguild.model.plan import AdapterPlan, trainable_shapes
+from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from tests.backbones import PAD, random_rows, tiny_backbone
 from tests.oracles import ub_smoe as oracle
@@ -88,29 +88,6 @@ def test_gradients_are_those_of_the_slow_version(reading: tuple[str, str], candi
         torch.testing.assert_close(leaves[1].grad, differences(phi, [logits, phi]), rtol=1e-6, atol=1e-8)
 
 
-def test_one_active_expert_can_be_swapped_by_candidate_only() -> None:
-    """s = (2, 1.9, 0), phi = (-0.5, 0, 3), N_p = 2: m = (1.5, 1.9, 0); preserved: (2, 1.9, 3), and s_0 stays."""
-    logits = torch.tensor([[2.0, 1.9, 0.0]])
-    phi, slot = torch.tensor([[-0.5, 0.0, 3.0]]), torch.tensor([0])
-    swapped = chooser("candidate", "renormalised", 2, phi)(logits, slot, 1, None)
-    kept = chooser("preserve", "renormalised", 2, phi)(logits, slot, 1, None)
-    assert [int(swapped[1]), int(kept[1])] == [1, 0]
-    assert [float(swapped[0]), float(kept[0])] == [1.0, 1.0]
-    three = chooser("preserve", "renormalised", 1, phi)(logits, slot, 2, None)
-    assert three[1].tolist() == [[0, 2]]
-    torch.testing.assert_close(three[0], torch.tensor([[2.0, 3.0]]).softmax(dim=1))
-
-
-def test_one_active_expert_gives_phi_no_gradient() -> None:
-    """Its weight is 1 whatever its logit is (METHODS: at K = 1 no router gradient)."""
-    logits, phi, slot = given()
-    leaf = phi.requires_grad_()
-    weights, _ = chooser("candidate", "renormalised", 2, leaf)(logits, slot, 1, None)
-    weights.square().sum().backward()
-    assert (weights == 1).all()
-    assert not leaf.grad.any()
-
-
 @pytest.mark.parametrize("renormalise", [False, True])
 def test_without_modulation_native_gating_is_the_familys(renormalise: bool) -> None:
     logits, _, slot = given()
@@ -173,23 +150,6 @@ def test_the_gradient_of_phi_is_that_of_the_loss(modulation: str, gating: str, e
     assert checked
 
 
-def test_each_slot_is_routed_by_its_own_phi(exact: Backbone) -> None:
-    rows = [Encoded(tuple(row), 2) for row in random_rows([6, 6], 0)]
-    with SlotModel(exact, [plan_with(2)] * 2) as model:
-        loaded(model, 4)
-        for trainable in model.trainables.values():
-            if trainable.axis == 1:
-                trainable.stored.detach()[:, 1] = trainable.stored.detach()[:, 0]
-        both = model.token_losses(collate([rows, rows], PAD)).view(2, -1)
-        assert not torch.allclose(both[0], both[1])
-        for name, trainable in model.trainables.items():
-            if name.endswith("phi"):
-                trainable.stored.detach()[1] = trainable.stored.detach()[0]
-        same = model.token_losses(collate([rows, rows], PAD)).view(2, -1)
-    torch.testing.assert_close(same[0], same[1])
-    torch.testing.assert_close(same[0], both[0])
-
-
 def test_a_fixed_phi_acts_but_gets_no_gradient(exact: Backbone) -> None:
     rows = [[Encoded(tuple(row), 2) for row in random_rows([6], 0)]]
     losses = []
@@ -201,16 +161,6 @@ def test_a_fixed_phi_acts_but_gets_no_gradient(exact: Backbone) -> None:
             grads = [t.stored.grad for name, t in model.trainables.items() if name.endswith("phi")]
             assert all((grad is not None) is learned for grad in grads)
     assert torch.equal(*losses)
-
-
-def test_what_the_part_trains(exact: Backbone) -> None:
-    part = ModulatedRouting()
-    shapes = part.shapes(exact.info)
-    assert shapes == {f"model.layers.{layer}.mlp.phi": (EXPERTS,) for layer in (0, 1)}
-    assert shapes.items() <= trainable_shapes(exact.info, plan_with(2)).items()
-    assert not any(part.layout(name, shape, exact.dtype).decays for name, shape in shapes.items())
-    assert not part.initial("phi", (EXPERTS,), torch.Generator()).any()
-    assert replace(part, modulation="none").shapes(exact.info) == {}
 
 
 # bad input
