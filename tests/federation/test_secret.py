@@ -17,12 +17,11 @@ from fedguild.core.payload import Payload
 from fedguild.core.seeding import numpy_rng, torch_rng
 from fedguild.federation.flower.engine import read_payload
 from fedguild.federation.flower.message import Message
-from fedguild.federation.secret import private_seed
 from fedguild.federation.trainer_service import TrainerService, run_metadata
 from fedguild.methods import build_method
 from fedguild.methods.fedamole.embedding_privacy import privatised
 from fedguild.methods.fedamole.pool import EXPERT, TOKEN
-from fedguild.privacy.dp.secret import SECRET_BYTES, run_secret
+from fedguild.privacy.dp.secret import SECRET_BYTES, private_seed, run_secret
 from fedguild.runs.setup import budgets_of, fitted, load_model
 from tests.engines.equality import case_config
 from tests.federation.flower.loopback_federation import trainers_of
@@ -87,7 +86,7 @@ def test_the_servers_seed_does_not_give_the_noise(config: Config, tmp_path: Path
     assert not any(torch.allclose(uploaded[name], guessed[name]) for name in uploaded)
     secret = run_secret(trainer.work / "runs" / RUN)
     site = trainer._config(train_request(noisy(config)))
-    assert same(uploaded, drawn(private_seed(secret, site, train_request(noisy(config)).body)))
+    assert same(uploaded, drawn(private_seed(secret, site.fingerprint(), train_request(noisy(config)).body)))
 
 
 def test_a_desk_that_restarts_gives_the_same_bits(config: Config, tmp_path: Path) -> None:
@@ -103,12 +102,12 @@ def test_no_noise_is_used_twice(config: Config, tmp_path: Path) -> None:
     secret, site = run_secret(tmp_path), noisy(config)
     first, second = train_request(site), train_request(site, factor=2.0)
     seeds = [
-        private_seed(secret, site, first.body),
-        private_seed(secret, site, second.body),
-        private_seed(secret, noisy(config, 2 * ETA), first.body),
+        private_seed(secret, site.fingerprint(), first.body),
+        private_seed(secret, site.fingerprint(), second.body),
+        private_seed(secret, noisy(config, 2 * ETA).fingerprint(), first.body),
     ]
     assert len(set(seeds)) == 3
-    assert private_seed(secret, site, train_request(site).body) == seeds[0]
+    assert private_seed(secret, site.fingerprint(), train_request(site).body) == seeds[0]
 
 
 def test_the_secret_stays_with_its_owner(config: Config, tmp_path: Path) -> None:
@@ -120,7 +119,7 @@ def test_the_secret_stays_with_its_owner(config: Config, tmp_path: Path) -> None
         path = trainer.work / "runs" / RUN / "secret"
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
         secret = path.read_bytes()
-        seed = private_seed(secret, trainer._config(request), request.body)
+        seed = private_seed(secret, trainer._config(request).fingerprint(), request.body)
         for reply in replies:
             sent = reply.to_bytes()
             assert not any(hidden in sent for hidden in (secret, secret.hex().encode(), str(seed).encode()))

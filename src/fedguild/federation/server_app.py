@@ -26,7 +26,6 @@ FLOWERS_SERVER = ("fedguild.federation.server_executor",)
 
 def main(transport: GridTransport, run_config: Mapping[str, Any]) -> None:
     """Runs the server's folder and writes the outcome for `fedguild federation run`."""
-    from fedguild.federation.printed_progress import PrintedProgress
     from fedguild.federation.serving import serve
     from fedguild.federation.site import load_server
     from fedguild.federation.watchdog import end_with_ancestors
@@ -46,7 +45,7 @@ def main(transport: GridTransport, run_config: Mapping[str, Any]) -> None:
     try:
         back_to = int(run_config.get("round", -1))
         round = None if back_to < 0 else back_to
-        result = serve(transport, settings, folder, progress=PrintedProgress(), round=round)
+        result = serve(transport, settings, folder, progress=_Printed(), round=round)
         outcome = {"status": "done", "folder": str(result.folder), "rounds": result.rounds, "mean": result.mean}
     except StoppedError as error:
         outcome = {"status": "stopped", "message": error.message, "hint": error.hint}
@@ -81,3 +80,22 @@ def _before_sigterm(action: Callable[[], None]) -> None:
 
 
 app = make_server_app(main)
+
+
+class _Printed:
+    """A `Progress` as plain lines on stdout, which Flower streams to whoever follows the run."""
+
+    def stage(self, text: str) -> None:
+        self.message(f"{text}.")
+
+    def round_started(self, number: int, total: int) -> None:
+        self.message(f"Round {number} of {total}.")
+
+    def step(self, done: int, total: int, loss: float) -> None:
+        """Prints nothing: the steps are on the clients' machines."""
+
+    def evaluated(self, scores: Mapping[str, float]) -> None:
+        self.message("Scores: " + ", ".join(f"{name} {score:.3f}" for name, score in scores.items()) + ".")
+
+    def message(self, text: str) -> None:
+        print(text, flush=True)

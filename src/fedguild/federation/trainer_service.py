@@ -37,7 +37,6 @@ from fedguild.engines.private import PrivateEngine
 from fedguild.federation.flower.engine import read_payload
 from fedguild.federation.flower.message import Message
 from fedguild.federation.schema import MessageKind, Request, ScoreRequest, SecureRequest, read_metadata
-from fedguild.federation.secret import private_seed
 from fedguild.federation.site import SiteSettings
 from fedguild.federation.site_policy import RequestLog, SitePolicy, SumLog, Terms
 from fedguild.measuring.scores.metrics import load_metrics
@@ -47,7 +46,7 @@ from fedguild.privacy.dp.accounting import IN_THE_CLEAR, epsilon
 from fedguild.privacy.dp.ledger import FILE as LEDGER
 from fedguild.privacy.dp.ledger import Ledger
 from fedguild.privacy.dp.noise import Noise
-from fedguild.privacy.dp.secret import run_secret
+from fedguild.privacy.dp.secret import private_seed, run_secret
 from fedguild.privacy.secure_sum.session import Session as SecureParameters
 from fedguild.runs.environment import installed
 from fedguild.runs.exporting import export_own
@@ -197,7 +196,7 @@ class TrainerService:
         expected = method.expected_upload(model, client, task.download, task.round)
         _require_none(self.policy.names_refusal(expected) or self._count_refusal(message, session))
         experiment.memory.forget(max(0, message.round - config.federation.save_total_limit))
-        secret = private_seed(session.secret, experiment.config, message.body)
+        secret = private_seed(session.secret, experiment.config.fingerprint(), message.body)
         if session.rules is not None and (answer := _stored_answer(experiment.folder, message)) is not None:
             return answer
         _require_none(self._spent(session, message.run))

@@ -6,15 +6,41 @@ the speed of a running sum on this machine.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
+
+import torch
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.measuring.costs.server import ServerProfile, server_profile
 from fedguild.measuring.costs.tiers import TierProfile, Workload, tier_profile
-from fedguild.measuring.costs.traffic import exchanges
+from fedguild.measuring.costs.traffic import Exchanges, exchanges
 from fedguild.model.info import ModelInfo
-from fedguild.server.method import Method
+from fedguild.server.aggregation import WeightedMean
+from fedguild.server.method import Method, ServerCosts
+
+
+@dataclass(frozen=True)
+class ServerProfile:
+    """The server's costs in a round.
+
+    Attributes:
+        entry: The order of its time and memory in C.
+        participants: C, clients that take part in a round.
+        state_bytes: Size of the state between rounds.
+        memory_bytes: Approximate memory of the aggregation: the state before and after, and the uploads held at once.
+        received_bytes: All uploads of a round, the mean over the rounds where these differ.
+        running_sum_seconds: Time of a running mean over all uploads, at the speed measured on this machine; further
+            computation of the method is not included.
+    """
+
+    entry: ServerCosts
+    participants: int
+    state_bytes: int
+    memory_bytes: int
+    received_bytes: int
+    running_sum_seconds: float
 
 
 @dataclass(frozen=True)
@@ -65,4 +91,28 @@ def profile(
         trained = budgets if method.costs.trains == "every budget" else [budget]
         plans = [method.plan(model, each) for each in trained]
         tiers.append(tier_profile(model, budget, count, method.plan(model, budget), plans, traffic, workload))
-    return Profile(method.name, model, workload, tiers, server_profile(method.costs, traffic, participants))
+    return Profile(method.name, model, workload, tiers, _server_profile(method.costs, traffic, participants))
+
+
+def _server_profile(entry: ServerCosts, traffic: Exchanges, participants: int) -> ServerProfile:
+    """Returns the server's costs in a round of the counted exchanges."""
+    sizes = [[sum(exchange.upload.values()) for exchange in exchanged] for exchanged in traffic.later]
+    received_bytes = round(fmean(map(sum, sizes)))
+    uploads_bytes = max(map(sum if entry.holds == "all" else max, sizes))
+    return ServerProfile(
+        entry,
+        participants,
+        state_bytes=traffic.state_bytes,
+        memory_bytes=2 * traffic.state_bytes + uploads_bytes,
+        received_bytes=received_bytes,
+        running_sum_seconds=received_bytes * _seconds_per_byte(),
+    )
+
+
+def _seconds_per_byte(values: int = 2**20) -> float:
+    """Measures the seconds per byte of an upload that a running mean takes on this machine, on one tensor."""
+    mean, tensors = WeightedMean(), {"x": torch.ones(values)}
+    mean.add(tensors, 1.0)
+    started = time.perf_counter()
+    mean.add(tensors, 1.0)
+    return (time.perf_counter() - started) / (4 * values)

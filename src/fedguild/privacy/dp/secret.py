@@ -6,6 +6,7 @@ the server.
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 from pathlib import Path
@@ -40,6 +41,20 @@ def run_secret(folder: Path) -> bytes:
             "Remove it: a new one is drawn, and the run continues with different noise.",
         )
     return secret
+
+
+def private_seed(secret: bytes, fingerprint: str, download: bytes) -> int:
+    """Returns the seed of a training's noise: a different one for every request, so that no noise is used twice.
+
+    A server that requested one round twice, with two models or two scales of the noise, and got the same draw in both
+    replies, could cancel it in their difference.
+
+    Args:
+        secret: The site's secret for the run.
+        fingerprint: That of the run's config as this site has it.
+        download: The request's body.
+    """
+    return int.from_bytes(hmac.digest(secret, fingerprint.encode() + download, "sha256"), "big")
 
 
 def _draw(path: Path) -> None:
