@@ -31,7 +31,6 @@ from fedguild.server.method import Method, secure_form
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round
 from fedguild.server.secure_round import SecureAggregation, whole_form
-from fedguild.server.validation import bound_of
 
 TARGETS = ["attention", "experts"]
 METHODS = {
@@ -57,13 +56,12 @@ class Answering:
         """Yields every task's delivery."""
         for task in tasks:
             rng = torch_rng(task.client.index, "upload")
-            tensors, bounds = {}, method.bounds(model, task.client)
-            for name, shape in method.expected_upload(model, task.client, task.download).items():
-                noise, before = torch.rand(tuple(shape), generator=rng), task.download.tensors.get(name)
+            tensors = {}
+            for name, field in method.schema(model, task.client, task.download).tensors.items():
+                noise, before = torch.rand(field.shape, generator=rng), task.download.tensors.get(name)
                 tensors[name] = noise if before is None or before.shape != noise.shape else before + 0.01 * noise
-                bound = bound_of(name, bounds)
-                if bound is not None and bound.total is not None:  # shares of a token's experts
-                    tensors[name] = 0.9 * bound.total * noise / noise.sum(-1, keepdim=True)
+                if field.bound is not None and field.bound.total is not None:  # shares of a token's experts
+                    tensors[name] = 0.9 * field.bound.total * noise / noise.sum(-1, keepdim=True)
             report = LocalReport(10, TOKENS, EXAMPLES, 1.5, 2.0)
             shares = torch.rand((len(model.moe), model.moe[0].num_experts), generator=rng)
             frequency = 0.9 * task.client.budget.active_experts * shares / shares.sum(-1, keepdim=True)

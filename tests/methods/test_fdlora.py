@@ -14,6 +14,7 @@ from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded
 from fedguild.methods.fdlora import WEIGHTS, FDLoRA, FDLoRASettings
 from fedguild.model.backbone import Backbone
+from fedguild.server.method import client_model
 from fedguild.server.validation import check_upload
 from tests.backbones import tiny_model
 from tests.methods.federation import LARGE, SMALL, Federation, client, random_tensors, upload
@@ -84,7 +85,7 @@ def test_the_personal_adapter_follows_every_h_rounds(llama_backbone: Backbone, t
     for round, sources in taken_from.items():
         for part in federation.train(state, round, who=(0,) if round == 1 else (0, 1)):
             sent[round, part.client.index] = part.payload.part("adapter")
-            expected = server.expected_upload(federation.model, part.client, Payload())
+            expected = server.schema(federation.model, part.client, Payload())
             check_upload(part.payload, expected, client="c")
         for index, source in enumerate(sources):
             memory = federation.memory.load(federation.clients[index].name, round + 1)
@@ -103,7 +104,7 @@ def test_after_stage_one_a_client_has_its_personal_adapter(llama_backbone: Backb
     for part in sent:
         memory = federation.memory.load(part.client.name, 2)
         assert weights(memory) == [0.0, 1.0]
-        own = server.personalize(state, federation.model, part.client, memory)
+        own = client_model(server, state, federation.model, part.client, memory)
         assert same(dict(own.tensors), part.payload.part("adapter"))
 
 
@@ -230,5 +231,5 @@ def test_a_client_that_diverges_is_rejected_and_keeps_what_it_had(llama_backbone
     before = federation.memory.load(federation.clients[0].name, 2)
     (sent, _) = federation.train(state, 2, learning_rate=float("nan"))
     with pytest.raises(UploadError, match="NaN or infin"):
-        check_upload(sent.payload, server.expected_upload(federation.model, sent.client, Payload()), client="c")
+        check_upload(sent.payload, server.schema(federation.model, sent.client, Payload()), client="c")
     assert same(dict(federation.memory.load(federation.clients[0].name, 3).tensors), dict(before.tensors))

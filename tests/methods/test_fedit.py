@@ -14,6 +14,7 @@ from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.model.backbone import Backbone
 from fedguild.server.aggregation import rank_axis
+from fedguild.server.method import client_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.methods.test_matrix import assert_same_tensors, backbone_of
 from tests.oracles.aggregation import mean_over_holders
@@ -83,7 +84,7 @@ def test_a_budget_is_deployed_at_its_rank(olmoe_backbone: Backbone) -> None:
         state = method.start(model, [LARGE, SMALL], torch.Generator().manual_seed(0))
         for deployment in (
             method.deploy(state, model, SMALL),
-            method.personalize(state, model, client(0, SMALL), Payload()),
+            client_model(method, state, model, client(0, SMALL), Payload()),
         ):
             assert deployment.plan.rank == rank
             assert {value.shape[rank_axis(name)] for name, value in deployment.tensors.items()} == {rank}
@@ -110,11 +111,11 @@ def test_a_clients_own_adapter_is_from_before_the_average(label: str, tmp_path: 
         sent |= {part.client.index: part.payload.part("adapter") for part in uploads}
         state = method.aggregate(state, uploads)
     for who in clients:
-        own = method.personalize(state, federation.model, who, federation.memory.load(who.name, 3))
+        own = client_model(method, state, federation.model, who, federation.memory.load(who.name, 3))
         shared = method.deploy(state, federation.model, who.budget)
         assert own.plan == shared.plan
         assert_same_tensors(own.tensors, sent.get(who.index, shared.tensors))
-        received = method.personalize(state, federation.model, who, Payload())
+        received = client_model(method, state, federation.model, who, Payload())
         assert_same_tensors(received.tensors, shared.tensors)
     assert any(not torch.equal(sent[0][name], value) for name, value in state.part("adapter").items())
 

@@ -13,6 +13,7 @@ from fedguild.data.batches import collate
 from fedguild.methods.fedptuning import FedPTuning, FedPTuningSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
+from fedguild.server.method import client_model
 from fedguild.server.validation import check_upload
 from tests.backbones import PAD
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors
@@ -61,7 +62,7 @@ def test_rounds(personal: bool, olmoe_backbone: Backbone, tmp_path: Path) -> Non
     method, start, fingerprint = federation.method, federation.start(), olmoe_backbone.fingerprint()
     sent = federation.train(start, who=(0, 1))
     for part in sent:
-        check_upload(part.payload, method.expected_upload(federation.model, part.client, Payload()), client="c")
+        check_upload(part.payload, method.schema(federation.model, part.client, Payload()), client="c")
         assert all(
             not torch.equal(part.payload.tensors[f"adapter/{name}"], old) for name, old in start.part("adapter").items()
         )
@@ -71,7 +72,7 @@ def test_rounds(personal: bool, olmoe_backbone: Backbone, tmp_path: Path) -> Non
     down = method.download(state, federation.model, clients[0])
     assert all(torch.equal(down.part("adapter")[name], value) for name, value in state.part("adapter").items())
     for who in clients:
-        own = method.personalize(state, federation.model, who, federation.memory.load(who.name, 2))
+        own = client_model(method, state, federation.model, who, federation.memory.load(who.name, 2))
         trained = personal and who.index < 2
         source = sent[who.index].payload.part("adapter") if trained else state.part("adapter")
         torch.testing.assert_close(own.tensors["soft_prompt"], prompt_of(source), rtol=1e-5, atol=1e-5)

@@ -13,6 +13,7 @@ from fedguild.core.payload import ADAPTER, Payload
 from fedguild.methods import build_method
 from fedguild.methods.fedsa_lora import FedSALoRA, factors
 from fedguild.model.backbone import Backbone
+from fedguild.server.method import client_model
 from fedguild.server.validation import check_upload
 from tests.backbones import tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors
@@ -34,8 +35,9 @@ def own_models(federation: Federation, state: Payload, round: int) -> list[dict[
     """Every client's own model after a round."""
     return [
         dict(
-            federation.method.personalize(
-                federation.method.excerpt(state, federation.model, who),
+            client_model(
+                federation.method,
+                federation.method.excerpt(state, who),
                 federation.model,
                 who,
                 federation.memory.load(who.name, round + 1),
@@ -104,7 +106,7 @@ def test_a_alone_travels(olmoe_backbone: Backbone, tmp_path: Path) -> None:
     for round in (1, 2):
         for sent in federation.train(state, round):
             download = method.download(state, model, sent.client)
-            check_upload(sent.payload, method.expected_upload(model, sent.client, download), client="c")
+            check_upload(sent.payload, method.schema(model, sent.client, download), client="c")
             assert sent.payload.tensors.keys() == download.tensors.keys() == state.tensors.keys()
             assert all(name.endswith("lora_A") for name in sent.payload.tensors)
             kept = federation.memory.load(sent.client.name, round + 1).tensors

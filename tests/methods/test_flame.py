@@ -15,7 +15,7 @@ from fedguild.core.payload import ROUTING, Payload
 from fedguild.methods.flame import Flame, FlameSettings
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
-from fedguild.server.method import Upload
+from fedguild.server.method import Upload, client_model
 from fedguild.server.validation import check_upload
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles import flame as oracle
@@ -202,7 +202,7 @@ def test_the_four_rescalers(rescaler: str, olmoe_backbone: Backbone, tmp_path: P
         learned = scales(sent.payload.part("rescaler"))
         assert list(learned) == SCALE_NAMES[rescaler]
         assert all(value != 1.0 for value in learned.values())
-        check_upload(sent.payload, method.expected_upload(olmoe_backbone.info, sent.client, Payload()), client="c")
+        check_upload(sent.payload, method.schema(olmoe_backbone.info, sent.client, Payload()), client="c")
 
 
 def test_the_static_ratio_is_k_over_k_i(olmoe_backbone: Backbone) -> None:
@@ -262,7 +262,7 @@ def test_a_clients_own_model_has_its_own_scale(olmoe_backbone: Backbone) -> None
     method, model = flame(), olmoe_backbone.info
     state = method.start(model, [SMALL], torch.Generator().manual_seed(0))
     own = {name: torch.tensor(2.5) for name in LAYERS}
-    mine = method.personalize(state, model, client(0, SMALL), Payload(own))
+    mine = client_model(method, state, model, client(0, SMALL), Payload(own))
     assert list(scales(mine.tensors).values()) == [2.5, 2.5]
-    newcomer = method.personalize(state, model, client(1, SMALL), Payload())
+    newcomer = client_model(method, state, model, client(1, SMALL), Payload())
     assert list(scales(newcomer.tensors).values()) == [1.0, 1.0]

@@ -22,6 +22,7 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import MoeLayer
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.model.slots import SlotModel
+from fedguild.server.method import client_model
 from tests.backbones import random_rows, tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors
 from tests.oracles import flex as oracle
@@ -157,7 +158,7 @@ def test_only_what_lies_outside_of_the_experts_is_shared(olmoe_backbone: Backbon
     names = [*after.tensors, *(name for one in sent for name in one.payload.tensors)]
     assert all(".self_attn." in name for name in names)
     first, second, newcomer = (
-        federation.method.personalize(after, federation.model, who, federation.memory.load(who.name, 2))
+        client_model(federation.method, after, federation.model, who, federation.memory.load(who.name, 2))
         for who in clients
     )
     assert newcomer.plan.part(GraftedExpert) is None

@@ -12,7 +12,7 @@ from fedguild.core.payload import ADAPTER
 from fedguild.methods import build_method
 from fedguild.methods.guild import Guild
 from fedguild.model.backbone import Backbone
-from fedguild.server.method import Method
+from fedguild.server.method import Method, client_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 from tests.oracles import guild as oracle
 
@@ -55,12 +55,12 @@ def test_without_its_basis_and_its_mixture_it_is_flame_at_temperature_0_bit_for_
             models = []
             for federation, state in zip(federations, states, strict=True):
                 method, model = federation.method, federation.model
-                excerpt, memory = method.excerpt(state, model, who), federation.memory.load(who.name, round + 1)
+                excerpt, memory = method.excerpt(state, who), federation.memory.load(who.name, round + 1)
                 models.append(
                     (
                         method.deploy(state, model, who.budget),
-                        method.personalize(excerpt, model, who, memory),
-                        method.as_received(excerpt, model, who, memory),
+                        client_model(method, excerpt, model, who, memory),
+                        client_model(method, excerpt, model, who, memory, "received"),
                     )
                 )
             for found, expected in zip(*models, strict=True):
@@ -95,7 +95,7 @@ def test_a_clients_own_model_lies_where_line_7_says(mix: float, olmoe_backbone: 
     state = method.aggregate(state, iter(sent))
     for who, delivered in zip(CLIENTS, sent, strict=True):
         memory = federation.memory.load(who.name, 2)
-        own = method.personalize(method.excerpt(state, model, who), model, who, memory)
+        own = client_model(method, method.excerpt(state, who), model, who, memory)
         assert own.plan == method.plan(model, who.budget)
         received, trained = state.part(ADAPTER), delivered.payload.part(ADAPTER)
         assert own.tensors.keys() == received.keys()

@@ -19,6 +19,7 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.slots import SlotModel
 from fedguild.server.aggregation import rank_axis
+from fedguild.server.method import client_model
 from fedguild.server.validation import check_upload
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.hetlora import norm_of_products, padded_average, tail_penalty
@@ -122,10 +123,7 @@ def test_a_penalised_client_prunes_for_good(olmoe_backbone: Backbone, tmp_path: 
     assert seen == [[2, 1], [1, 1], [1, 1], [1, 1]]
     assert [rank_of(sent.payload.part("adapter")) for sent in uploads] == [1, 1]
     assert (
-        method.personalize(
-            method.excerpt(state, federation.model, clients[0]), federation.model, clients[0], Payload()
-        ).plan.rank
-        == 1
+        client_model(method, method.excerpt(state, clients[0]), federation.model, clients[0], Payload()).plan.rank == 1
     )
     assert method.deploy(state, federation.model, LARGE).plan.rank == 3
     whole = Federation(olmoe_backbone, hetlora(penalty_weight=100.0, gamma=0.7, pruning=False), clients, tmp_path)
@@ -142,7 +140,7 @@ def test_a_pruned_upload_is_the_head_of_what_was_trained(olmoe_backbone: Backbon
         state = state_of(adapter_of(federation.model, 3, 5), clients)
         (found,) = federation.train(state, learning_rate=1e-3)
         download = method.download(state, federation.model, clients[0])
-        check_upload(found.payload, method.expected_upload(federation.model, clients[0], download), client="c")
+        check_upload(found.payload, method.schema(federation.model, clients[0], download), client="c")
         sent[pruning] = found.payload.part("adapter")
         assert not found.payload.part("tail")
     for name, value in sent[False].items():
@@ -278,7 +276,7 @@ def test_a_tail_that_is_not_whole_counts_as_pruned(olmoe_backbone: Backbone) -> 
     tail.pop(f"{QUERY}.lora_A")
     sent = upload(who, adapter=head, tail=tail)
     method = hetlora(gamma=0.7)
-    expected = method.expected_upload(model, who, method.download(before, model, who))
+    expected = method.schema(model, who, method.download(before, model, who))
     check_upload(sent.payload, expected, client="c")
     after = method.aggregate(before, iter([sent])).tensors
     assert after[RANKS].tolist() == [2]

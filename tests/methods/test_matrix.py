@@ -29,8 +29,8 @@ from fedguild.model.plan import adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.runs import experiment
 from fedguild.server import checkpoint
-from fedguild.server.method import Method, Upload
-from fedguild.server.validation import Omissible, check_upload
+from fedguild.server.method import Method, Upload, client_model
+from fedguild.server.validation import check_upload
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 from tests.runs.runs import Killed, assert_same, ended, kill_at, save_model, small_config
@@ -256,10 +256,10 @@ def test_a_client_has_its_model_from_what_it_is_sent(label: str, tmp_path: Path)
     method, model, state = federation.method, federation.model, federation.start()
     for round in (1, 2, 3):
         for who in federation.clients:
-            excerpt = method.excerpt(state, model, who)
+            excerpt = method.excerpt(state, who)
             sent = Payload(*unpack(pack(excerpt.tensors, excerpt.scalars)))
             for memory in (Payload(), federation.memory.load(who.name, round)):
-                found, expected = (method.personalize(one, model, who, memory) for one in (sent, excerpt))
+                found, expected = (client_model(method, one, model, who, memory) for one in (sent, excerpt))
                 assert found.plan == expected.plan
                 assert found.tensors.keys() <= adapter_shapes(model, found.plan).keys()
                 assert_same_tensors(found.tensors, expected.tensors)
@@ -277,7 +277,7 @@ def test_what_a_client_is_sent_has_no_row_for_each_client(label: str, tmp_path: 
     method = build_method(label.partition(" ")[0], options)
     federation = Federation(tiny_backbone(CASES[label].family), method, clients, tmp_path)
     state = federation.start()
-    sent = method.excerpt(state, federation.model, clients[5])
+    sent = method.excerpt(state, clients[5])
     assert not [name for name, value in sent.tensors.items() if 23 in value.shape]
     assert not [name for name in sent.tensors if "holders" in name]
 
@@ -384,10 +384,9 @@ def test_uploads_are_what_the_server_expects(label: str, tmp_path: Path) -> None
                 travelled = decode(encode(payload))
                 assert_same_tensors(travelled.tensors, payload.tensors)
                 assert travelled.scalars == payload.scalars
-            expected = method.expected_upload(model, sent.client, download)
+            expected = method.schema(model, sent.client, download)
             check_upload(sent.payload, expected, client=sent.client.name)
-            tensors, needed = sent.payload.tensors, [n for n, s in expected.items() if not isinstance(s, Omissible)]
-            name = needed[0]
+            tensors, name = sent.payload.tensors, next(iter(expected.needed.tensors))
             for wrong in (
                 {key: value for key, value in tensors.items() if key != name},
                 {**tensors, "other/tensor": torch.zeros(1)},
@@ -449,7 +448,7 @@ def test_an_upload_of_the_round_before_arrives_in_the_next(label: str, tmp_path:
     for arrived in (others + late, late):
         after = method.aggregate(state, iter(arrived))
         for sent in train(federation, after, 3):
-            expected = method.expected_upload(model, sent.client, method.download(after, model, sent.client))
+            expected = method.schema(model, sent.client, method.download(after, model, sent.client))
             check_upload(sent.payload, expected, client=sent.client.name)
             assert not sent.payload.scalars.get("lost"), f"{sent.client.name} was taken for one that has what it needs"
         deployed(federation, after, 3)
@@ -463,7 +462,7 @@ def test_a_client_that_lost_its_memory_takes_part_again(label: str, tmp_path: Pa
     shutil.rmtree(federation.memory.folder / CLIENTS[1].name, ignore_errors=True)
     uploads = train(federation, state, 2)
     for sent in uploads:
-        expected = method.expected_upload(model, sent.client, method.download(state, model, sent.client))
+        expected = method.schema(model, sent.client, method.download(state, model, sent.client))
         check_upload(sent.payload, expected, client=sent.client.name)
     deployed(federation, method.aggregate(state, iter(uploads)))
 
@@ -474,9 +473,9 @@ def deployed(federation: Federation, state: Payload, round: int = 2) -> None:
     models = [method.deploy(state, model, who.budget) for who in federation.clients]
     assert {one is not None for one in models} == {method.has_global_model}
     for who in federation.clients:
-        excerpt = method.excerpt(state, model, who)
+        excerpt = method.excerpt(state, who)
         for memory in (federation.memory.load(who.name, round + 1), Payload()):
-            models.append(method.personalize(excerpt, model, who, memory))
+            models.append(client_model(method, excerpt, model, who, memory))
     for deployment in (one for one in models if one is not None):
         assert method.merges_weights or not deployment.merged
         shapes = {name: tuple(value.shape) for name, value in deployment.tensors.items()}

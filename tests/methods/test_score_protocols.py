@@ -16,7 +16,7 @@ from fedguild.data.batches import Encoded, collate
 from fedguild.methods import METHODS
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.server.method import Deployment
+from fedguild.server.method import Deployment, client_model
 from tests.methods.federation import LARGE, Federation, client
 from tests.methods.test_matrix import CASES, cases_alike_long, fresh, train
 
@@ -89,7 +89,7 @@ def after_two_rounds(label: str, folder: Path, seen: Seen) -> tuple[Federation, 
 def assert_among(found: Tensor, expected: list[Tensor]) -> None:
     apart = [float((found - value).abs().max()) for value in expected]
     assert min(apart) < 2e-5, (
-        f"The model is not what the slot held, by {apart}: override as_trained or as_received. Where that is meant, "
+        f"The model is not what the slot held, by {apart}: leave nothing and override deploy. Where that is meant, "
         "say so in the method's case in tests/methods/test_matrix.py (mixes, runs_whole), and test it in its own file."
     )
 
@@ -102,14 +102,14 @@ def test_as_trained_is_what_the_slot_held_after_the_last_step(label: str, tmp_pa
     assert memory.trained is not None
     for who in federation.clients:
         excerpt, kept, left = (
-            method.excerpt(state, model, who),
+            method.excerpt(state, who),
             memory.load(who.name, 3),
             memory.trained.load(who.name, 3),
         )
-        found = asked(federation, method.as_trained(excerpt, model, who, kept, left))
+        found = asked(federation, client_model(method, excerpt, model, who, kept, "trained", left))
         if not CASES[label].mixes:
             assert_among(found, at_end[who.index])
-            received = asked(federation, method.as_received(excerpt, model, who, kept))
+            received = asked(federation, client_model(method, excerpt, model, who, kept, "received"))
             assert not torch.allclose(found, received, atol=1e-6), "the average changed nothing"
 
 
@@ -122,7 +122,9 @@ def test_as_received_is_what_the_slot_holds_before_the_next_first_step(
     found = {
         who.index: asked(
             federation,
-            method.as_received(method.excerpt(state, model, who), model, who, federation.memory.load(who.name, 3)),
+            client_model(
+                method, method.excerpt(state, who), model, who, federation.memory.load(who.name, 3), "received"
+            ),
         )
         for who in federation.clients
     }
@@ -141,7 +143,7 @@ def test_before_the_first_round_every_model_is_the_published_one(name: str, tmp_
     federation = fresh(name, tmp_path)
     method, model, state = federation.method, federation.model, federation.start()
     who = client(0, LARGE)
-    found = asked(federation, method.personalize(method.excerpt(state, model, who), model, who, Payload()))
+    found = asked(federation, client_model(method, method.excerpt(state, who), model, who, Payload()))
     plain = asked(federation, Deployment(AdapterPlan(()), {}))
     assert torch.allclose(found, plain, atol=2e-5) == (name not in ("fedprompt", "fedptuning", "ub-smoe"))
 
@@ -166,12 +168,12 @@ def test_fdlora_fuses_what_it_received_as_trained_and_what_it_receives_next(tmp_
         kept, left = memories[who.name]
         weights = torch.tensor([0.5, -0.25])  # the search may have found w1 = 0, in which nothing could be seen
         memory = Payload({**kept.tensors, "fusion/weights": weights})
-        found = method.as_received(states[-1], model, who, memory)
+        found = client_model(method, states[-1], model, who, memory, "received")
         for name, personal in kept.part("personal").items():
             expected = 0.5 * states[-1].part("adapter")[name] - 0.25 * personal
             torch.testing.assert_close(found.tensors[name], expected)
         first, second = kept.tensors["fusion/weights"].tolist()
-        trained = method.as_trained(states[-1], model, who, kept, left)
+        trained = client_model(method, states[-1], model, who, kept, "trained", left)
         for name, personal in kept.part("personal").items():
             torch.testing.assert_close(
                 trained.tensors[name], first * states[1].part("adapter")[name] + second * personal
@@ -183,8 +185,8 @@ def test_pfl_moe_mixes_its_own_adapter_and_gate_with_either_theta(tmp_path: Path
     method, model = federation.method, federation.model
     for who in federation.clients:
         kept, left = memories[who.name]
-        trained = method.as_trained(states[2], model, who, kept, left)
-        received = method.as_received(states[2], model, who, kept)
+        trained = client_model(method, states[2], model, who, kept, "trained", left)
+        received = client_model(method, states[2], model, who, kept, "received")
         assert trained.plan == received.plan
         assert trained.tensors.keys() == received.tensors.keys()
         for name, value in received.tensors.items():

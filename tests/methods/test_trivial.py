@@ -13,7 +13,7 @@ from fedguild.core.payload import Payload
 from fedguild.methods.fedit import FedIT
 from fedguild.methods.trivial import Trivial, TrivialSettings, ranks
 from fedguild.model.backbone import Backbone
-from fedguild.server.method import Method
+from fedguild.server.method import Method, client_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 7), client(2, MIDDLE, 3), client(3, SMALL, 1)]
@@ -64,7 +64,7 @@ def test_every_budget_is_deployed_with_its_own_adapter(olmoe_backbone: Backbone)
     for budget in (LARGE, MIDDLE, SMALL):
         for model_of in (
             method.deploy(state, model, budget),
-            method.personalize(method.excerpt(state, model, client(0, budget)), model, client(0, budget), Payload()),
+            client_model(method, method.excerpt(state, client(0, budget)), model, client(0, budget), Payload()),
         ):
             assert (model_of.plan.rank, model_of.plan.lora.scale) == (budget.rank, 16.0 / budget.rank)
             assert model_of.plan.active_experts is None

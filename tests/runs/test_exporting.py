@@ -15,7 +15,7 @@ from fedguild.core.errors import CheckpointError, ConfigError, FedGuildError, Mo
 from fedguild.runs import experiment
 from fedguild.runs import exporting as run
 from fedguild.runs.exporting import Form, Subject, export
-from fedguild.server.method import Deployment
+from fedguild.server.method import Deployment, client_model
 from tests.backbones import tiny_model
 from tests.export.conftest import BUDGETS, assert_same_logits, plain_logits, slot_logits
 from tools.tiny.tokenizer import train_tokenizer
@@ -149,8 +149,8 @@ def own(folder: Path, name: str, active: int) -> torch.Tensor:
     client = next(known for known in restored.clients if known.name == name)
     memory = restored.memory.load(name, number + 1)
     model = restored.backbone.info
-    excerpt = restored.method.excerpt(state, model, client)
-    deployment = restored.method.personalize(excerpt, model, client, memory)
+    excerpt = restored.method.excerpt(state, client)
+    deployment = client_model(restored.method, excerpt, model, client, memory)
     return slot_logits(restored.backbone, replace(deployment, plan=replace(deployment.plan, active_experts=active)))
 
 

@@ -122,7 +122,7 @@ def test_what_the_clients_kept_is_part_of_the_run(config: Config, uninterrupted:
     experiment.resume(tmp_path)
     found = ended(tmp_path)
     differing = [n for n, t in uninterrupted.state.tensors.items() if not torch.equal(found.state.tensors[n], t)]
-    assert any(name.startswith("rescaler/") for name in differing)
+    assert any("/rescaler/" in name for name in differing)
 
 
 def test_resuming_a_finished_run_changes_nothing(finished: RunResult, tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class _Scripted:
     def train(self, method: Any, model: Any, tasks: Sequence[Task], terms: Any = None) -> Iterator[Delivery]:
         self.downloads = [task.download for task in tasks]
         for task in tasks:
-            names = method.expected_upload(model, task.client, task.download)
+            names = method.schema(model, task.client, task.download).tensors
             sent = Payload({name: task.download.tensors[name] + 1.0 for name in names})
             yield Delivery(task, sent, method.plan(model, task.client.budget), LocalReport(steps=1, tokens=1), None)
 

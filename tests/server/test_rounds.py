@@ -209,9 +209,9 @@ def test_the_phases_add_up_to_the_round(method, state, model, monkeypatch):
             hands.now += 1
             return super().download(*arguments)
 
-        def expected_upload(self, *arguments):
+        def schema(self, *arguments):
             hands.now += 0.25
-            return super().expected_upload(*arguments)
+            return super().schema(*arguments)
 
         def aggregate(self, state, uploads):
             def seen():

@@ -3,9 +3,11 @@ import torch
 
 from fedguild.core.errors import UploadError
 from fedguild.core.payload import Payload
-from fedguild.server.validation import Bound, Envelope, Omissible, check_envelope, check_upload
+from fedguild.server.schema import Bound, Entry, Schema, entries
+from fedguild.server.validation import Envelope, check_envelope, check_upload
 
 EXPECTED = {"adapter/a": (2, 3), "adapter/b": (4,), "adapter/scale": ()}
+SCHEMA = Schema({name: Entry(shape) for name, shape in EXPECTED.items()})
 
 
 def upload(**changes) -> Payload:
@@ -16,14 +18,14 @@ def upload(**changes) -> Payload:
 
 def refusal(payload: Payload, **options) -> str:
     with pytest.raises(UploadError) as caught:
-        check_upload(payload, EXPECTED, client="client-007", **options)
+        check_upload(payload, SCHEMA, client="client-007", **options)
     assert caught.value.message.startswith("client-007: ")
     return caught.value.message.removeprefix("client-007: ")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_what_was_asked_for_passes_in_any_floating_dtype(dtype):
-    check_upload(upload(a=torch.ones(2, 3, dtype=dtype)), EXPECTED, client="client-007", norm_limit=3.4)
+    check_upload(upload(a=torch.ones(2, 3, dtype=dtype)), SCHEMA, client="client-007", norm_limit=3.4)
 
 
 def test_missing_and_unknown_names_are_both_listed():
@@ -51,7 +53,7 @@ def test_not_a_number_and_infinity_are_counted(bad, dtype):
 
 
 def test_the_norm_limit_is_on_all_tensors_together():
-    check_upload(upload(), EXPECTED, client="client-007", norm_limit=11**0.5 + 1e-6)
+    check_upload(upload(), SCHEMA, client="client-007", norm_limit=11**0.5 + 1e-6)
     message = refusal(upload(), norm_limit=3.3)
     assert message == (
         "the upload's norm is 3.31662, beyond the limit of 3.3 (federation.max_update_norm); "
@@ -65,8 +67,8 @@ def test_a_scalar_that_is_not_finite_is_named():
 
 
 def test_a_tensor_that_may_be_left_out_is_checked_where_it_is_there():
-    expected = {"routing": (2,), "update/1": Omissible((3,)), "update/2": Omissible((3,))}
-    whole = {name: torch.ones(shape) for name, shape in expected.items()}
+    expected = Schema({"routing": Entry((2,)), **entries("update", {"1": (3,), "2": (3,)}, omissible=True)})
+    whole = {name: torch.ones(shape) for name, shape in expected.shapes.items()}
     for left_out in ([], ["update/1"], ["update/1", "update/2"]):
         tensors = {name: value for name, value in whole.items() if name not in left_out}
         check_upload(Payload(tensors), expected, client="client-007", norm_limit=8**0.5 + 1e-6)
@@ -110,7 +112,7 @@ def test_an_envelope_that_answers_nothing_is_refused_with_a_reason(envelope: Env
 def test_the_limit_on_values_holds_for_every_part_and_for_scalars(name: str) -> None:
     def check(value: float, scalar: float = 1.0) -> None:
         payload = Payload({name: torch.tensor([0.0, -value])}, {"s": scalar, "count": 10**9})
-        check_upload(payload, {name: (2,)}, client="client-007", largest_value=1e6)
+        check_upload(payload, Schema({name: Entry((2,))}), client="client-007", largest_value=1e6)
 
     check(1e6)
     with pytest.raises(UploadError, match=rf"'{name}' has a value of 1\.1e\+06, beyond 1e\+06"):
@@ -119,7 +121,7 @@ def test_the_limit_on_values_holds_for_every_part_and_for_scalars(name: str) -> 
         check(1.0, scalar=-1e7)
 
 
-BOUNDS = {"shares": Bound(total=2.0), "own": Bound(largest=5.0), "own/large": Bound(largest=1e9)}
+BOUNDS = {"shares/a": Bound(total=2.0), "own/a": Bound(largest=5.0), "own/large": Bound(largest=1e9)}
 
 
 @pytest.mark.parametrize(
@@ -137,8 +139,8 @@ BOUNDS = {"shares": Bound(total=2.0), "own": Bound(largest=5.0), "own/large": Bo
 )
 def test_a_bound_of_a_tensor_or_of_its_part_takes_the_limits_place(name: str, values: list[float], fault: str) -> None:
     def check() -> None:
-        payload, expected = Payload({name: torch.tensor(values)}), {name: (3,)}
-        check_upload(payload, expected, client="client-007", largest_value=1e6, bounds=BOUNDS)
+        payload, expected = Payload({name: torch.tensor(values)}), Schema({name: Entry((3,), BOUNDS.get(name))})
+        check_upload(payload, expected, client="client-007", largest_value=1e6)
 
     if not fault:
         check()

@@ -79,14 +79,15 @@ def first_parts(config: Config) -> tuple[set[str], set[str]]:
     state = method.start(backbone.info, list(tiers.values()), torch_rng(0, "start"))
     state = method.enroll(state, backbone.info, clients)
     download = method.download(state, backbone.info, clients[0])
-    parts = {name.partition("/")[0] for name in method.expected_upload(backbone.info, clients[0], download)}
-    bounds = method.bounds(backbone.info, clients[0])
-    return parts, {part for part in parts if part in bounds and bounds[part].total is not None}
+    sent = method.schema(backbone.info, clients[0], download).tensors
+    not_shares = [name for name, entry in sent.items() if entry.bound is None or entry.bound.total is None]
+    parts = {name.partition("/")[0] for name in sent}
+    return parts, parts - {name.partition("/")[0] for name in not_shares}
 
 
 def cases() -> list[ParameterSet | str]:
     """Returns all methods; those that upload an adapter and nothing else are alike, and one of them is enough."""
-    alike = [name for name in METHODS if METHODS.load(name).expected_upload is Method.expected_upload]
+    alike = [name for name in METHODS if METHODS.load(name).schema is Method.schema]
     return [
         pytest.param(name, marks=pytest.mark.long) if name in alike and name != "fedit" else name
         for name in sorted(METHODS)

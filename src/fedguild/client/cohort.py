@@ -145,7 +145,8 @@ class Cohort:
     def leave(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         """Sets what a client's own model is right after its training, if that is not what its slot trained.
 
-        It is kept only for scoring, as the argument `trained` of `Method.as_trained`.
+        It is kept only for scoring. Without tensors it is the model that the client keeps; tensors of other names than
+        the plan's come back to `Method.deploy` as `Own.trained`.
         """
         if self.keep_trained:
             self.trained[slot] = {name: value.clone() for name, value in tensors.items()}

@@ -5,6 +5,7 @@ docs/reference/names.md has the table too.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -46,8 +47,22 @@ ARGUMENTS = {"form": "format", "engine": "launcher"}
 OPTIONS = {"--engine": "--launcher"}
 """Old name of an option of the command line -> the new one."""
 
+STATE = {
+    "^merge_holders$": "server/merge_holders",
+    "^rescaler/([^/]+)/": r"budget/\1/rescaler/",
+    "^figures/([^/]+)/": r"server/figures/\1/figures/",
+}
+"""Pattern of the name of a tensor in a state of 0.3 -> its name now."""
+
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def state_name(name: str) -> str:
+    """Returns the name of a state's tensor, given the name that it has in a checkpoint of this version or of 0.3."""
+    for before, now in STATE.items():
+        name = re.sub(before, now, name)
+    return name
 
 
 def refuse_old_names(settings: Mapping[str, Any], source: str, renamed: Mapping[str, str] = SETTINGS) -> None:

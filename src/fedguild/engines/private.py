@@ -47,7 +47,9 @@ class PrivateEngine:
         """Yields the engine's deliveries, with noise where the client adds it, and without reports."""
         for delivery in self.engine.train(method, model, tasks, terms):
             try:
-                upload = None if delivery.upload is None else self._released(method, delivery.task, delivery.upload)
+                upload = (
+                    None if delivery.upload is None else self._released(method, model, delivery.task, delivery.upload)
+                )
             except UploadError as error:
                 yield replace(self._silent(delivery), upload=None, failure=error.message)
                 continue
@@ -56,16 +58,16 @@ class PrivateEngine:
     def close(self) -> None:
         self.engine.close()
 
-    def _released(self, method: Method, task: Task, upload: Payload) -> Payload:
+    def _released(self, method: Method, model: ModelInfo, task: Task, upload: Payload) -> Payload:
         """Returns an upload as it may leave the client.
 
         Raises:
             UploadError: it has a tensor that the client did not receive, a part besides the adapter where the client
                 adds no noise to changes, or scalars other than those that follow from the download.
         """
-        expected, free = method.expected_scalars(task.download), method.data_free_scalars
+        expected = method.schema(model, task.client, task.download, task.round).scalars
         if upload.scalars.keys() != expected.keys() or any(
-            value != expected[name] for name, value in upload.scalars.items() if name not in free
+            value != upload.scalars[name] for name, value in expected.items() if not isinstance(value, type)
         ):
             raise UploadError("its upload has scalars that do not follow from what it received")
         settings = self.rules.settings

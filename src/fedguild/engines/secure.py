@@ -111,12 +111,10 @@ class SecureClients:
         try:
             check_upload(
                 upload,
-                method.expected_upload(model, client, task.download, task.round),
+                method.schema(model, client, task.download, task.round),
                 client=client.name,
                 norm_limit=self.norm_limit,
-                expected_scalars=method.expected_scalars(task.download),
                 largest_value=LARGEST_VALUE,
-                bounds=method.bounds(model, client),
             )
         except UploadError as error:
             raise UploadError(UNFIT) from error

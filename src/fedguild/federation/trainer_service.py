@@ -193,8 +193,8 @@ class TrainerService:
         experiment = session.experiment
         method, model, client = experiment.method, experiment.backbone.info, experiment.clients[0]
         task = Task(message.round, client, read_payload(message.body, "The download"))
-        expected = method.expected_upload(model, client, task.download, task.round)
-        _require_none(self.policy.names_refusal(expected) or self._count_refusal(message, session))
+        schema = method.schema(model, client, task.download, task.round)
+        _require_none(self.policy.names_refusal(schema.tensors) or self._count_refusal(message, session))
         experiment.memory.forget(max(0, message.round - config.federation.save_total_limit))
         secret = private_seed(session.secret, experiment.config.fingerprint(), message.body)
         if session.rules is not None and (answer := _stored_answer(experiment.folder, message)) is not None:

@@ -25,8 +25,6 @@ Readings and deviations (docs/methods/a3smoe.md):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import activation_frequency, load_received, train
@@ -35,10 +33,10 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.aggregation import activation_weights
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import RUNNING_MEAN, Method, in_part
+from fedguild.server.method import RUNNING_MEAN, Method
+from fedguild.server.schema import Bound, Schema, entries
 from fedguild.server.settings import Alpha, LoraSettings
 from fedguild.server.terms import Terms, Upload, mean_by_expert
-from fedguild.server.validation import Bound
 
 
 class A3SmoeSettings(LoraSettings):
@@ -75,13 +73,8 @@ class A3Smoe(Method):
         weights = activation_weights(sent.payload.part(ROUTING), float(sent.client.examples), temperature=1.0)
         return mean_by_expert(ADAPTER, sent, weights)
 
-    def expected_upload(
-        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of theta_c and f_c."""
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
+        """Returns the default, and each expert's share of the tokens."""
         frequency = {layer.experts: (layer.num_experts,) for layer in model.moe}
-        return {**super().expected_upload(model, client, download, round_index), **in_part(ROUTING, frequency)}
-
-    def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
-        """Returns that a layer's f_c sum to K_c at most."""
-        return {ROUTING: Bound(largest=1.0, total=client.budget.active_experts)}
+        adapter = super().schema(model, client, download, round_index).tensors
+        return Schema({**adapter, **entries(ROUTING, frequency, Bound(1.0, client.budget.active_experts))})

@@ -51,7 +51,7 @@ from fedguild.core.seeding import derive
 from fedguild.data.batches import Encoded
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Method, NotPrivate, Own, ServerCosts
 from fedguild.server.settings import Dropout, DropoutLoraSettings, Rank, Targets
 from fedguild.server.terms import Means, Terms, Upload, mean
 
@@ -97,7 +97,6 @@ class FDLoRA(Method):
     is_mean = True
     is_stepped = False
     not_private = NotPrivate(example="searches its fusion weights on examples that it holds out")
-    keeps_for_training = True  # its theta_p
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: the two adapters take turns in it."""
@@ -149,12 +148,10 @@ class FDLoRA(Method):
             mean = {name: shared[name] - rate * (gradient[name] + momentum * velocity[name]) for name in shared}
         return Payload.of({ADAPTER: mean, VELOCITY: velocity}, {"rounds": rounds + 1})
 
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Line 9; theta_s for a client that has no personal adapter yet."""
-        deployment = super().personalize(excerpt, model, client, memory)
-        if not memory.tensors:
-            return deployment
-        return Deployment(deployment.plan, fused(memory.tensors[WEIGHTS], deployment.tensors, memory.part(PERSONAL)))
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
+        """Line 9; theta_s for a client that has no personal adapter yet, and as the global model."""
+        plan, shared, kept = self.plan(model, budget), state.part(ADAPTER), own.kept
+        return Deployment(plan, fused(kept.tensors[WEIGHTS], shared, kept.part(PERSONAL)) if kept.tensors else shared)
 
     def _search(
         self, cohort: Cohort, personal: Sequence[Mapping[str, Tensor]], few_shot: Sequence[Sequence[Encoded]]

@@ -47,7 +47,6 @@ class FedAvg(Method):
     costs = RUNNING_MEAN
     is_mean = True
     not_private = ""  # its uploads are the received adapters, after plain training
-    keeps_adapter = True  # where `personal` is set
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
         """Returns the method with LoRA on attention in place of gates and experts if the model is dense."""

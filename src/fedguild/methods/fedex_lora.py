@@ -37,14 +37,15 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
-from fedguild.core.payload import ADAPTER, Payload, Scalar, with_part
+from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
 from fedguild.server.low_rank import Factors, by_module, stack
-from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import Deployment, Method, ServerCosts
+from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echo, merges, no_merges
+from fedguild.server.method import GLOBAL, Deployment, Method, Own, ServerCosts
+from fedguild.server.schema import Schema
 from fedguild.server.settings import DropoutLoraSettings, Weights
 from fedguild.server.terms import Upload
 from fedguild.server.uploads import collected, shares_of
@@ -80,7 +81,6 @@ class FedExLoRA(Method):
         rounds=3,
     )
     not_private = ""  # its uploads are the received adapters, after plain training
-    server_only = (HOLDERS,)  # the record of participants
 
     @property
     def merges_weights(self) -> bool:
@@ -107,7 +107,7 @@ class FedExLoRA(Method):
         """Lines 3 and 4."""
         load_received(cohort)
         trained = zip(train(cohort), cohort.work, strict=True)
-        return [Payload(upload.tensors, self.expected_scalars(work.download)) for upload, work in trained]
+        return [Payload(upload.tensors, echo(work.download)) for upload, work in trained]
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 5 and 6; holds all uploads, as the residual needs the average first."""
@@ -123,11 +123,11 @@ class FedExLoRA(Method):
         merged = appended(state, residual(parts, adapter, self.settings.scale), received)
         return Payload({**merged.tensors, **with_part(ADAPTER, adapter)}, merged.scalars)
 
-    def expected_scalars(self, download: Payload) -> Mapping[str, Scalar]:
-        """Returns the version of the backbone that the client trained on."""
-        return echo(download)
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
+        """Returns the default, and the version that the client trained on."""
+        return Schema(super().schema(model, client, download, round_index).tensors, echo(download))
 
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the global A, B on the backbone with all residuals."""
         return Deployment(self.plan(model, budget), state.part(ADAPTER), merges(state))
 

@@ -40,7 +40,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.aggregation import truncate_rank
 from fedguild.server.limits import require_within_rank, require_within_top_k
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Method, Own
 from fedguild.server.settings import Rank, Scale, UnequalRanksSettings, Weights
 from fedguild.server.terms import Terms, Upload, mean, mean_by_rank
 
@@ -68,7 +68,6 @@ class FedIT(Method):
     settings: FedITSettings
     costs = RUNNING_MEAN
     is_mean = True
-    keeps_adapter = True  # where `personal` is set
     not_private = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
@@ -100,7 +99,7 @@ class FedIT(Method):
             return mean(ADAPTER, sent, self.settings.weights)
         return mean_by_rank(ADAPTER, sent, self.settings.rank, self.settings.weights)
 
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the global A, B, at the budget's rank if ranks differ."""
         plan = self.plan(model, budget)
-        return Deployment(plan, truncate_rank(state.part(ADAPTER), plan.lora.rank))
+        return Deployment(plan, own.model.tensors or truncate_rank(state.part(ADAPTER), plan.lora.rank))

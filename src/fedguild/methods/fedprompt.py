@@ -68,7 +68,6 @@ class FedPrompt(Method):
     costs = RUNNING_MEAN
     is_mean = True
     not_private = NotPrivate(client="starts the prompt at the clients, which receive none at first")
-    keeps_adapter = True  # where `personal` is set
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a soft prompt and no LoRA, the same for every budget."""

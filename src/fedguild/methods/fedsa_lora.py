@@ -38,7 +38,8 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes, zero_adapter
 from fedguild.model.targets import leaf
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, in_part
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Method, Own
+from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import DropoutLoraSettings, Rank, Weights
 from fedguild.server.terms import Terms, Upload, mean
 
@@ -62,7 +63,6 @@ class FedSALoRA(Method):
     has_global_model = False
     is_mean = True
     not_private = ""  # its uploads are the received adapters, after plain training
-    keeps_for_training = True  # its B
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts."""
@@ -81,23 +81,20 @@ class FedSALoRA(Method):
             cohort.keep(slot, factors(tensors, UP))
         return [Payload.of({ADAPTER: factors(tensors, DOWN)}) for tensors in trained]
 
-    def expected_upload(
-        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of A alone."""
-        return in_part(ADAPTER, self._sent(model, client.budget))
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
+        """Returns the A factors that are sent."""
+        return Schema(entries(ADAPTER, self._sent(model, client.budget)))
 
     def terms(self, sent: Upload) -> Terms:
         """Line 6."""
         return mean(ADAPTER, sent, self.settings.weights)
 
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> None:
-        """Returns None: every client has its own model."""
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Line 7; B = 0 for a client that never took part."""
-        plan = self.plan(model, client.budget)
-        return Deployment(plan, own_adapter(model, plan, excerpt, memory))
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment | None:
+        """Line 7; B = 0 for a client that never took part. There is no global model."""
+        if own is GLOBAL:
+            return None
+        plan = self.plan(model, budget)
+        return Deployment(plan, own_adapter(model, plan, state, own.kept))
 
     def _sent(self, model: ModelInfo, budget: Budget) -> dict[str, tuple[int, ...]]:
         """Returns the names and shapes of A."""

@@ -37,7 +37,7 @@ from fedguild.core.seeding import new_seed, torch_rng
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Method, Own
 from fedguild.server.settings import DropoutLoraSettings, Weights
 from fedguild.server.terms import Terms, Upload, mean
 
@@ -87,7 +87,7 @@ class FFALoRA(Method):
         """Line 5."""
         return mean(ADAPTER, sent, self.settings.weights)
 
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the shared A and the global B."""
         plan = self.plan(model, budget)
         shared = shared_factors(model, plan, int(state.scalars[SEED]))

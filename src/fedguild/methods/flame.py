@@ -33,7 +33,7 @@ Readings and deviations (docs/methods/flame.md):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -48,11 +48,11 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.aggregation import activation_weights
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, Observation, in_part
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Method, Observation, Own
 from fedguild.server.rescaler import RESCALER, Rescaler, scale_observations, scale_parts, split_scales
+from fedguild.server.schema import Bound, Schema, entries
 from fedguild.server.settings import LoraSettings, Targets
 from fedguild.server.terms import Terms, Upload, mean_by_expert, mean_of_budget
-from fedguild.server.validation import Bound
 
 
 class FlameSettings(LoraSettings):
@@ -80,7 +80,6 @@ class Flame(Method):
     costs = RUNNING_MEAN
     is_stepped = True
     not_private = "sends how often a client's tokens activated each expert"
-    keeps_for_training = True  # its s_i
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's k_i active experts and the rescaler s_i."""
@@ -92,8 +91,8 @@ class Flame(Method):
         """Line 1; every budget's mean s starts at 1."""
         plans = [self.plan(model, budget) for budget in budgets]
         lora, scales = split_scales(initial_adapter(model, plans[0], rng))
-        means = {f"{budget.name}/{name}": scale for budget in budgets for name, scale in scales.items()}
-        return Payload.of({ADAPTER: lora, RESCALER: means})
+        means = {f"{budget.name}/{RESCALER}/{name}": scale for budget in budgets for name, scale in scales.items()}
+        return Payload.of({ADAPTER: lora, "budget": means})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 to 5."""
@@ -122,30 +121,14 @@ class Flame(Method):
         """Returns the mean s of every budget's clients, by layer."""
         return scale_observations(state)
 
-    def expected_upload(
-        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of A_i, B_i, s_i and a_i."""
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
+        """Returns A_i, B_i, s_i and a_i / S_i, each at most 1; of tokens, a layer's sum to k_i at most."""
         lora, scales = split_scales(trainable_shapes(model, self.plan(model, client.budget)))
         frequency = {layer.experts: (layer.num_experts,) for layer in model.moe}
-        return {**in_part(ADAPTER, lora), **in_part(RESCALER, scales), **in_part(ROUTING, frequency)}
+        shares = Bound(1.0, client.budget.active_experts if self.settings.frequency == "token" else None)
+        return Schema(entries(ADAPTER, lora) | entries(RESCALER, scales) | entries(ROUTING, frequency, shares))
 
-    def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
-        """Returns that a layer's a_i / S_i sum to k_i at most; where optimizer steps are counted, each is at most 1."""
-        by_token = self.settings.frequency == "token"
-        return {ROUTING: Bound(largest=1.0, total=client.budget.active_experts if by_token else None)}
-
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns the global LoRA with the budget's k and the mean s of its clients."""
-        mean_scales = state.part(f"{RESCALER}/{budget.name}")
-        return Deployment(self.plan(model, budget), {**state.part(ADAPTER), **mean_scales})
-
-    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the global LoRA and the mean s of the client's own budget, which may have few clients."""
-        scales = f"{RESCALER}/{client.budget.name}"
-        return Payload.of({ADAPTER: state.part(ADAPTER), scales: state.part(scales)})
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global LoRA with the client's own k_i and s_i."""
-        deployment = self.deploy(excerpt, model, client.budget)
-        return Deployment(deployment.plan, {**deployment.tensors, **memory.tensors})
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
+        """Returns the global LoRA with the budget's k_i, and the client's own s_i or the mean of its budget's."""
+        mean_scales = state.part(f"budget/{budget.name}/{RESCALER}")
+        return Deployment(self.plan(model, budget), {**state.part(ADAPTER), **mean_scales, **own.kept.tensors})

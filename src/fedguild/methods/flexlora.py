@@ -41,7 +41,7 @@ from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.aggregation import truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, truncate, weighted_product
-from fedguild.server.method import Deployment, Method, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Method, Own, ServerCosts
 from fedguild.server.settings import UnequalRanksSettings
 from fedguild.server.terms import Upload
 from fedguild.server.uploads import collected, scaled_products
@@ -96,7 +96,7 @@ class FlexLoRA(Method):
             {ADAPTER: named({module: self._leading(product, before[module]) for module, product in products})}
         )
 
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the best approximation of Delta W at the budget's rank, in LoRA's scale."""
         lora = self.plan(model, budget).lora
         truncated = by_module(truncate_rank(state.part(ADAPTER), lora.rank))

@@ -25,7 +25,7 @@ Readings and deviations (docs/methods/flora.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -34,13 +34,14 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.fresh_adapter import ADAPTER_SEED, fresh_adapter, fresh_seed
 from fedguild.client.merge_ledger import VERSION
 from fedguild.client.training import train
-from fedguild.core.payload import Payload, Scalar
+from fedguild.core.payload import Payload
 from fedguild.core.seeding import new_seed
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
 from fedguild.server.low_rank import weighted_product
-from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts
+from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echo, merges, no_merges
+from fedguild.server.method import GLOBAL, Deployment, Method, NotPrivate, Own, ServerCosts
+from fedguild.server.schema import Schema
 from fedguild.server.settings import AnyRanksSettings
 from fedguild.server.terms import Upload
 from fedguild.server.uploads import collected, scaled_products
@@ -67,7 +68,6 @@ class Flora(Method):
         rounds=3,
     )
     not_private = NotPrivate(client="starts every round from an adapter that was not received")
-    server_only = (HOLDERS,)  # the record of participants
 
     @property
     def merges_weights(self) -> bool:
@@ -101,7 +101,7 @@ class Flora(Method):
         for slot, (work, plan) in enumerate(zip(cohort.work, model.plans, strict=True)):
             cohort.load(slot, fresh_adapter(model.backbone.info, plan, int(work.download.scalars[ADAPTER_SEED])))
         trained = zip(train(cohort), cohort.work, strict=True)
-        return [Payload(upload.tensors, self.expected_scalars(work.download)) for upload, work in trained]
+        return [Payload(upload.tensors, echo(work.download)) for upload, work in trained]
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 4; holds all uploads, as the stack does."""
@@ -112,11 +112,11 @@ class Flora(Method):
         merged = appended(state, dict(weighted_product(parts)), received)
         return Payload(merged.tensors, {**state.scalars, **merged.scalars})
 
-    def expected_scalars(self, download: Payload) -> Mapping[str, Scalar]:
-        """Returns the version of the backbone that the client trained on."""
-        return echo(download)
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
+        """Returns the default, and the version that the client trained on."""
+        return Schema(super().schema(model, client, download, round_index).tensors, echo(download))
 
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the merged backbone, whole for every budget, under an adapter of zeros."""
         plan = self.plan(model, budget)
         return Deployment(plan, zero_adapter(model, plan), merges(state))

@@ -40,15 +40,16 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.fresh_adapter import ADAPTER_SEED, fresh_adapter, fresh_seed
 from fedguild.client.training import train
-from fedguild.core.payload import Payload, Scalar, with_part
+from fedguild.core.payload import Payload, with_part
 from fedguild.core.seeding import new_seed
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
 from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import Factors, Svd, by_module, decompose, named, weighted_product
-from fedguild.server.merge_history import HISTORY_COST, HOLDERS, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts
+from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echo, merges, no_merges
+from fedguild.server.method import GLOBAL, Deployment, Method, NotPrivate, Own, ServerCosts
+from fedguild.server.schema import Schema
 from fedguild.server.settings import AnyRanksSettings
 from fedguild.server.terms import Upload
 from fedguild.server.uploads import collected, scaled_products
@@ -89,7 +90,6 @@ class Florist(Method):
         rounds=3,
     )
     not_private = NotPrivate(client="starts a round from an adapter that was not received")
-    server_only = (HOLDERS,)  # the record of participants
 
     @property
     def merges_weights(self) -> bool:
@@ -126,7 +126,7 @@ class Florist(Method):
             pair = work.download.part(PAIR)
             cohort.load(slot, at_rank(pair, fresh, plan.lora.scale) if pair else fresh)
         trained = zip(train(cohort), cohort.work, strict=True)
-        return [Payload(upload.tensors, self.expected_scalars(work.download)) for upload, work in trained]
+        return [Payload(upload.tensors, echo(work.download)) for upload, work in trained]
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 4 to 7; holds all uploads, but one module's stack at a time."""
@@ -144,11 +144,11 @@ class Florist(Method):
         merged = appended(state, pair, received)
         return Payload(merged.tensors, {**counted, **merged.scalars})
 
-    def expected_scalars(self, download: Payload) -> Mapping[str, Scalar]:
-        """Returns the version of the backbone that the client trained on."""
-        return echo(download)
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
+        """Returns the default, and the version that the client trained on."""
+        return Schema(super().schema(model, client, download, round_index).tensors, echo(download))
 
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the backbone with all pairs merged, or the whole newest pair on it; the same for every budget."""
         pair = state.part(PAIR)
         if not pair:

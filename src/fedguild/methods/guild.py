@@ -28,14 +28,14 @@ from collections.abc import Sequence
 
 import torch
 
-from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
 from fedguild.core.payload import ADAPTER, Payload
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Method, Own
 from fedguild.server.settings import InBasisSettings
 from fedguild.server.singular_basis import change_basis, out_of_basis, started
 
@@ -73,8 +73,8 @@ class Guild(Method):
                 cohort.keep(slot, uploads[slot].tensors)
         return uploads
 
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Line 7; the global model for a client that never took part."""
-        plan, theta, own = self.plan(model, client.budget), excerpt.part(ADAPTER), memory.part(ADAPTER)
-        mixed = {name: torch.lerp(theta[name].to(trained), trained, self.settings.mix) for name, trained in own.items()}
-        return Deployment(plan, {**theta, **mixed})
+        theta, kept = state.part(ADAPTER), own.model.part(ADAPTER)
+        mixed = {name: torch.lerp(theta[name].to(value), value, self.settings.mix) for name, value in kept.items()}
+        return Deployment(self.plan(model, budget), {**theta, **mixed})

@@ -57,10 +57,10 @@ from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.aggregation import Weight, pad_rank, rank_axis, truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import DOWN, UP, Factors, accurate, by_module
-from fedguild.server.method import Deployment, Method, Observation, ServerCosts, in_part
+from fedguild.server.method import GLOBAL, Deployment, Method, Observation, Own, ServerCosts
+from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import Scale, UnequalRanksSettings
 from fedguild.server.terms import RANK, Means, Terms, Upload, mean_of_padded
-from fedguild.server.validation import Omissible
 
 TAIL = "tail"
 """The payload part with the ranks of a client's adapter that it loses if it is pruned; left out if it was."""
@@ -119,7 +119,7 @@ class HetLoRA(Method):
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3."""
-        return self._parted(self._truncated(state, model, client).tensors)
+        return self._parted(self._truncated(state, client))
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 4 and 5."""
@@ -138,17 +138,15 @@ class HetLoRA(Method):
         trained = [truncate_rank(cohort.read(slot), rank) for slot, rank in enumerate(ranks)]
         return [self._parted(adapter, prune=shrunk[slot]) for slot, adapter in enumerate(trained)]
 
-    def expected_upload(
-        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of A_k, B_k at the pruned rank, and of the tail that pruning leaves out."""
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
+        """Returns A_k, B_k at the pruned rank, and the tail that pruning leaves out."""
         plan, rank = self.plan(model, client.budget), rank_of(whole_adapter(download))
         kept = self.pruned(rank)
-        shapes = in_part(ADAPTER, trainable_shapes(model, plan.with_lora(rank=kept)))
+        head = entries(ADAPTER, trainable_shapes(model, plan.with_lora(rank=kept)))
         if kept == rank:
-            return shapes
-        tail = in_part(TAIL, trainable_shapes(model, plan.with_lora(rank=rank - kept)))
-        return {**shapes, **{name: Omissible(shape) for name, shape in tail.items()}}
+            return Schema(head)
+        tail = trainable_shapes(model, plan.with_lora(rank=rank - kept))
+        return Schema(head | entries(TAIL, tail, omissible=True))
 
     def terms(self, sent: Upload) -> Terms:
         """Lines 6 and 7: the client weighs itself, and holds the ranks that it was not pruned of."""
@@ -165,19 +163,15 @@ class HetLoRA(Method):
             ranks[contributor.client.index] = int(contributor.held[RANK].sum())
         return Payload({**with_part(ADAPTER, means.moved(ADAPTER, state.part(ADAPTER))), RANKS: ranks})
 
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns the global A, B truncated to the budget's rank."""
-        plan = self.plan(model, budget)
-        return Deployment(plan, truncate_rank(state.part(ADAPTER), plan.lora.rank))
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
+        """Returns the global A, B truncated to the budget's rank, or to the client's own, pruned or not."""
+        plan, adapter = self.plan(model, budget), state.part(ADAPTER)
+        rank = plan.lora.rank if own is GLOBAL else rank_of(adapter)
+        return Deployment(plan.with_lora(rank=rank), truncate_rank(adapter, rank))
 
-    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
+    def excerpt(self, state: Payload, client: ClientInfo) -> Payload:
         """Returns A, B at the client's own rank, without the record of ranks."""
-        return Payload.of({ADAPTER: self._truncated(state, model, client).tensors})
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global A, B truncated to the client's own rank, pruned or not."""
-        adapter = excerpt.part(ADAPTER)
-        return Deployment(self.plan(model, client.budget).with_lora(rank=rank_of(adapter)), adapter)
+        return Payload.of({ADAPTER: self._truncated(state, client)})
 
     def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
         """Returns every client's rank."""
@@ -190,11 +184,9 @@ class HetLoRA(Method):
             return rank
         return min(rank, max(self.settings.minimum_rank, tail_start(self.settings.gamma, rank)))
 
-    def _truncated(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Deployment:
+    def _truncated(self, state: Payload, client: ClientInfo) -> dict[str, Tensor]:
         """Returns the global A, B truncated to the client's own rank."""
-        rank = int(state.tensors[RANKS][client.index])
-        plan = self.plan(model, client.budget).with_lora(rank=rank)
-        return Deployment(plan, truncate_rank(state.part(ADAPTER), rank))
+        return truncate_rank(state.part(ADAPTER), int(state.tensors[RANKS][client.index]))
 
     def _parted(self, adapter: Mapping[str, Tensor], *, prune: bool = False) -> Payload:
         """Returns an adapter as it is sent: the ranks that pruning keeps and, unless it is to be pruned, the tail."""

@@ -31,7 +31,7 @@ Readings and deviations (docs/methods/rolora.md):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -45,7 +45,8 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.model.targets import leaf
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import RUNNING_MEAN, Method, in_part
+from fedguild.server.method import RUNNING_MEAN, Method
+from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import DropoutLoraSettings, Weights
 from fedguild.server.terms import Means, Terms, Upload, mean
 
@@ -95,15 +96,13 @@ class RoLoRA(Method):
             load_received(clients)
             return train(clients)
 
-    def expected_upload(
-        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
-    ) -> Mapping[str, tuple[int, ...]]:
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
         """Returns the names and shapes of the factor that trains in the round."""
         if round_index:
             plan = self.further_plan(model, client.budget, round_index)
         else:
             plan = plan_of_round(self.plan(model, client.budget), download)
-        return in_part(ADAPTER, trainable_shapes(model, plan))
+        return Schema(entries(ADAPTER, trainable_shapes(model, plan)))
 
     def terms(self, sent: Upload) -> Terms:
         """Line 4 or line 7."""

@@ -35,7 +35,8 @@ from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.aggregation import rank_axis
-from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts, in_part
+from fedguild.server.method import GLOBAL, Deployment, Method, NotPrivate, Own, ServerCosts
+from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import AnyRanksSettings, Targets
 
 
@@ -92,13 +93,11 @@ class Trivial(Method):
             cohort.leave(slot, Payload(tensors).part(work.client.budget.name))
         return [Payload.of({ADAPTER: tensors}) for tensors in trained]
 
-    def expected_upload(
-        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
-    ) -> Mapping[str, tuple[int, ...]]:
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
         """Returns the names and shapes of the tensors that the client received."""
-        return in_part(ADAPTER, {name: tuple(value.shape) for name, value in download.part(ADAPTER).items()})
+        return Schema(entries(ADAPTER, {name: tuple(value.shape) for name, value in download.part(ADAPTER).items()}))
 
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the model of the budget's own federation."""
         return Deployment(self.plan(model, budget), state.part(f"{ADAPTER}/{budget.name}"))
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
-
 from fedguild.client.budget import ClientInfo
 from fedguild.core.accounting import count_traffic
 from fedguild.core.codec import Codec
@@ -84,8 +82,6 @@ class ByteBudget:
 def _attempt_bytes(method: Method, state: Payload, model: ModelInfo, client: ClientInfo, codec: Codec) -> int:
     """Returns the bytes of a client's download and of the largest possible upload."""
     download = method.download(state, model, client)
-    shapes = method.expected_upload(model, client, download)
-    largest = {name: torch.empty(shape, dtype=torch.float32, device="meta") for name, shape in shapes.items()}
-    upload = Payload(largest, method.expected_scalars(download))
+    upload = method.schema(model, client, download).example()
     traffic = count_traffic(0, client.index, download, upload, codec)
     return traffic.download_bytes + traffic.upload_bytes

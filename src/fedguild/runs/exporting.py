@@ -26,7 +26,7 @@ from fedguild.model.packaged import PACKAGED, packaged
 from fedguild.runs.experiment import restore
 from fedguild.runs.scoring import evaluated_plan
 from fedguild.runs.setup import Experiment
-from fedguild.server.method import Deployment
+from fedguild.server.method import Deployment, client_model
 from fedguild.server.optimizer import without_momentum
 
 BASE = "base"
@@ -226,7 +226,7 @@ def _restored(run_folder: Path, subject: Subject | None, round: int | None) -> t
     experiment, state, number = restore(run_folder, round)
     subject, state = subject or _largest(experiment), without_momentum(state)
     if subject.client:
-        state = experiment.method.excerpt(state, experiment.backbone.info, _client(experiment, subject))
+        state = experiment.method.excerpt(state, _client(experiment, subject))
     return experiment, state, number, subject
 
 
@@ -278,7 +278,7 @@ def _deployed(experiment: Experiment, state: Payload, number: int, subject: Subj
     if subject.client:
         client = _client(experiment, subject)
         budget, memory = client.budget, experiment.memory.load(client.name, number + 1)
-        deployment = method.personalize(state, model, client, memory)
+        deployment = client_model(method, state, model, client, memory)
     else:
         budget = next(known for known in experiment.budgets if known.name == subject.budget)
         deployment = method.deploy(state, model, budget)

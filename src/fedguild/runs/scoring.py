@@ -32,7 +32,7 @@ from fedguild.model.slots import SlotModel
 from fedguild.runs.guarantee import require_public_scores
 from fedguild.runs.recording import DEVIATION, Where, evaluation_record, observation_records, summary_record
 from fedguild.runs.setup import Experiment, OwnScope, Split
-from fedguild.server.method import Deployment, Method
+from fedguild.server.method import Deployment, Method, client_model
 from fedguild.server.optimizer import without_momentum
 
 Model = tuple[str, Budget, Deployment]
@@ -327,7 +327,7 @@ def _scoring(experiment: Experiment) -> Scoring:
 
 
 def _excerpts(experiment: Experiment, state: Payload) -> Callable[[ClientInfo], Payload]:
-    return lambda client: experiment.method.excerpt(without_momentum(state), experiment.backbone.info, client)
+    return lambda client: experiment.method.excerpt(without_momentum(state), client)
 
 
 def _models(
@@ -342,14 +342,11 @@ def _models(
 
 def _model(experiment: Experiment, scope: OwnScope, excerpt: Payload, client: ClientInfo, number: int) -> Deployment:
     method, info = experiment.method, experiment.backbone.info
-    memory = experiment.memory.load(client.name, number + 1)
-    if scope == "client":
-        return method.personalize(excerpt, info, client, memory)
-    kept = experiment.memory.trained
-    left = Payload() if scope != "trained" or kept is None else kept.load(client.name, number + 1)
-    if left.tensors and reaches(excerpt.part(MERGE), merge_version(left)):  # else its backbone is part of a later one
-        return method.as_trained(excerpt, info, client, memory, left)
-    return method.as_received(excerpt, info, client, memory)
+    kept, trained = experiment.memory.load(client.name, number + 1), experiment.memory.trained
+    left = Payload() if scope != "trained" or trained is None else trained.load(client.name, number + 1)
+    if not reaches(excerpt.part(MERGE), merge_version(left)):  # its backbone is part of a later one
+        left = Payload()
+    return client_model(method, excerpt, info, client, kept, scope, left)
 
 
 def _scored_once(

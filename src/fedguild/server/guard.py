@@ -109,7 +109,7 @@ class Guard:
             state: The state before the round.
             uploads: The round's valid uploads, each with the download that it answers.
             reject: Records an upload that is left out.
-            bounded: Tensors and parts with a bound of their own (`Method.bounds`), whose norms are not compared.
+            bounded: Names of tensors with a bound of their own, whose norms are not compared.
 
         Raises:
             QuorumError: without any upload the aggregate is no better.
@@ -225,13 +225,13 @@ def change_norms(upload: Payload, download: Payload, bounded: Collection[str] = 
     Args:
         upload: The upload.
         download: What its client was sent.
-        bounded: Tensors and parts that are left out: statistics with a bound of their own, which differ between honest
-            clients as much as their data.
+        bounded: Names that are left out: statistics with a bound of their own, which differ between honest clients as
+            much as their data.
     """
     squares: dict[str, float] = {}
     for name, tensor in upload.tensors.items():
         part = name.partition("/")[0]
-        if name in bounded or part in bounded:
+        if name in bounded:
             continue
         value, before = tensor.to(torch.float64), download.tensors.get(name)
         if before is not None and before.shape == tensor.shape:

@@ -121,7 +121,10 @@ class Intake:
                 self.method, state, answered, self.withdraw, round_index=number, wanted=self.wanted
             )
         assert protection is not None
-        bounded = {name for task in self.tasks.values() for name in self.method.bounds(self.model, task.client)}
+        schemas = [
+            self.method.schema(self.model, task.client, task.download, task.round) for task in self.tasks.values()
+        ]
+        bounded = {name for schema in schemas for name, tensor in schema.tensors.items() if tensor.bound is not None}
         return protection.aggregate(self.method, state, answered, self.withdraw, bounded)
 
     def _aggregated_securely(self, secure: SecureAggregation, state: Payload, uploads: Sequence[Upload]) -> Payload:
@@ -238,15 +241,12 @@ class Intake:
         try:
             if self.rules.upload_limit_bytes is not None:
                 check_size(self._size_bytes(upload), self.rules.upload_limit_bytes, client=client)
-            expected = self.method.expected_upload(self.model, task.client, task.download, task.round)
             check_upload(
                 upload,
-                expected,
+                self.method.schema(self.model, task.client, task.download, task.round),
                 client=client,
                 norm_limit=self.rules.max_update_norm,
-                expected_scalars=self.method.expected_scalars(task.download),
                 largest_value=guard.largest_value if isinstance(guard := self.setup.protection, Guard) else None,
-                bounds=self.method.bounds(self.model, task.client),
             )
         except UploadError as error:
             if isinstance(error, NotFiniteError):

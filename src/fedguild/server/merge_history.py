@@ -25,7 +25,7 @@ from fedguild.model.folding import CHANGE, dense_sizes, folded
 from fedguild.server.low_rank import Factors, named
 from fedguild.server.terms import Upload
 
-HOLDERS, HELD = "merge_holders", "merge_held"
+HOLDERS, HELD = "server/merge_holders", "merge_held"
 """In the state: the indices of the clients that hold every version up to the scalar `merge_held` (`HELD`)."""
 
 HISTORY_COST = (

@@ -39,19 +39,19 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.merge_ledger import MERGE, VERSION, up_to
+from fedguild.client.merge_ledger import MERGE, merge_version, up_to
 from fedguild.client.training import load_received, train
 from fedguild.config.privacy import Unit
 from fedguild.core.errors import ConfigError
-from fedguild.core.payload import ADAPTER, Payload, Scalar
+from fedguild.core.payload import ADAPTER, Payload
 from fedguild.core.seeding import torch_rng
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.model.plan import AdapterPlan, adapter_shapes, initial_adapter, trainable_shapes
 from fedguild.model.shapes_only import ShapesOnly
 from fedguild.privacy.secure_sum.form import Form
+from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import fitting_defaults
 from fedguild.server.terms import Means, RunningMeans, Terms, Upload, form_of, mean
-from fedguild.server.validation import Bound
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,31 @@ class Deployment:
     plan: AdapterPlan
     tensors: Mapping[str, Tensor]
     merged: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a client has of its own when its model is deployed.
+
+    Attributes:
+        kept: What it kept when it last took part; empty if it never did.
+        trained: What its training left (`Cohort.leave`), where those are not the tensors of the plan; else empty.
+        begins: Whether the model is the one with which the client begins a round: what it gets, and what it kept for
+            its training.
+    """
+
+    kept: Payload = field(default_factory=Payload)
+    trained: Payload = field(default_factory=Payload)
+    begins: bool = False
+
+    @property
+    def model(self) -> Payload:
+        """What the client kept as its own model; empty for the model with which it begins a round."""
+        return Payload() if self.begins else self.kept
+
+
+GLOBAL = Own()
+"""Of no client: the global model."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +159,7 @@ class NotPrivate:
     example: str = ""
 
 
+NOTHING = Payload()
 RUNNING_MEAN = ServerCosts("O(n), whatever C is: a running mean", "O(C n)")
 
 
@@ -155,18 +181,14 @@ class Method(ABC):
             its own, or for terms that are not secure.
         not_private: Why it cannot run with differential privacy, a clause without a subject; empty where it can. See
             `privacy_refusal`.
-        data_free_scalars: Names of the scalars of an upload whose values a client chooses without looking at its data.
         is_stepped: Whether the server may step from the old adapter towards the aggregated one, with momentum
             (`federation.server_step`); None: if `is_mean`. True also where each expert or rank has weights of its own,
             if the names and shapes of the state's adapter stay; False where the method has a server's step of its own.
         needs_float64: What it computes in fp64 on the clients' device, a clause without a subject's name; empty for
             nothing. Apple's GPUs have no fp64.
-        has_global_model: Whether `deploy` returns a model; False where every client has its own and none is shared.
-        keeps_adapter: Whether what a client keeps is the adapter of its own model; `personalize` then returns it.
-        keeps_for_training: Whether a client goes on, in its next round, with what it kept; `as_received` then has it.
+        has_global_model: Whether there is a global model; False where every client has its own and none is shared.
         told_alike: Parts of the download that are the same for all clients where all hold all of every tensor; in a
             secure round these find out whether it is so.
-        server_only: Whole names of the state's tensors that no client sees; `excerpt` leaves them out.
         settings: The options of this instance.
     """
 
@@ -178,14 +200,10 @@ class Method(ABC):
     is_mean: bool = False
     not_linear: ClassVar[str] = ""
     not_private: ClassVar[str | NotPrivate] = "does not say what its uploads tell about a client's data"
-    data_free_scalars: ClassVar[frozenset[str]] = frozenset()
     is_stepped: ClassVar[bool | None] = None
     needs_float64: ClassVar[str] = ""
     has_global_model: ClassVar[bool] = True
-    keeps_adapter: ClassVar[bool] = False
-    keeps_for_training: ClassVar[bool] = False
     told_alike: ClassVar[tuple[str, ...]] = (ADAPTER,)
-    server_only: ClassVar[tuple[str, ...]] = ()
     settings: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -265,88 +283,36 @@ class Method(ABC):
         """Returns the server's message to this client at the start of a round; by default the state's adapter."""
         return Payload.of({ADAPTER: state.part(ADAPTER)})
 
-    def expected_upload(
-        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Returns name -> shape of the tensors of an upload in a round, from a client that got this download.
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
+        """Returns what an upload in a round has, from a client that got this download.
 
         By default these are the trainables of the client's plan, in the part `adapter`.
         """
-        return in_part(ADAPTER, trainable_shapes(model, self.plan(model, client.budget)))
+        return Schema(entries(ADAPTER, trainable_shapes(model, self.plan(model, client.budget))))
 
-    def expected_scalars(self, download: Payload) -> Mapping[str, Scalar]:
-        """Returns the scalars of an upload that answers this download, as the profile counts them; by default none."""
-        return {}
+    def excerpt(self, state: Payload, client: ClientInfo) -> Payload:
+        """Returns the part of the state that a client may see, from which its own model is deployed.
 
-    def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
-        """Returns limits of an upload's values, by the name of a tensor or of its part; by default none.
-
-        They are for statistics that a client computes about itself, for example the shares of its tokens that
-        activated each expert. Everything else that real clients upload is at most `guard.LARGEST_VALUE`, and its
-        norm is compared with the other clients'; a value that may honestly be larger has its own bound here.
+        By default all of it but `server/…`, which never leaves the server, and what `budget/NAME/…` and
+        `client/INDEX/…` hold for other budgets and clients.
         """
-        return {}
-
-    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the part of the state that this client may see, enough for `personalize`.
-
-        By default all of it but `server_only`. A method whose state holds data about individual clients, or meant for
-        some of them, leaves that data out.
-        """
-        return state.without(*self.server_only) if self.server_only else state
+        return visible(state, client)
 
     # The resulting models
 
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment | None:
-        """Returns the global model as a client of this budget runs it; None if `has_global_model` is False.
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment | None:
+        """Returns the global model as a client of this budget runs it, or a client's own model.
 
-        By default the state's adapter under the budget's plan.
-        """
-        return Deployment(self.plan(model, budget), state.part(ADAPTER))
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the model that this client uses after the round.
-
-        By default the global model or, with `keeps_adapter`, the one that the client kept, if it ever took part.
+        By default the state's adapter under the budget's plan, or else the adapter that the client kept.
 
         Args:
-            excerpt: The client's excerpt of the state after the round.
+            state: The state after a round; for a client's own model, its excerpt.
             model: The backbone's description.
-            client: The client whose model it is.
-            memory: What the client kept from its last participation; empty if it never took part, and if `as_received`
-                asks for the model without it.
+            budget: The budget; of a client's own model, the client's.
+            own: What the client has of its own; `GLOBAL` for the global model, which is None if `has_global_model` is
+                False.
         """
-        if self.keeps_adapter and memory.tensors:
-            return Deployment(self.plan(model, client.budget), memory.tensors)
-        deployment = self.deploy(excerpt, model, client.budget)
-        assert deployment is not None, f"{self.name} has no global model, so it must override `personalize`"
-        return deployment
-
-    def as_trained(
-        self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload, trained: Payload
-    ) -> Deployment:
-        """Returns the model that the client's own training left in its last round, before any average.
-
-        By default what its slot held then, on the backbone that it trained on. A method whose client has another model
-        then calls `Cohort.leave`, or overrides this.
-
-        Args:
-            excerpt: The client's excerpt of the state after the round.
-            model: The backbone's description.
-            client: The client whose model it is.
-            memory: What the client kept.
-            trained: The adapter as it was left, and the scalar with the backbone's version.
-        """
-        merged = up_to(excerpt.part(MERGE), int(trained.scalars[VERSION]))
-        return Deployment(self.plan(model, client.budget), trained.tensors, merged)
-
-    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the model with which the client would begin its next round: what it gets, and what it kept for that.
-
-        By default `personalize` without a memory, or with it where `keeps_for_training` says that the client goes on
-        with what it kept: a gate, a factor, a scale.
-        """
-        return self.personalize(excerpt, model, client, memory if self.keeps_for_training else Payload())
+        return Deployment(self.plan(model, budget), own.model.tensors or state.part(ADAPTER))
 
     # The federation
 
@@ -412,9 +378,46 @@ class Method(ABC):
         return ()
 
 
-def in_part(part: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Returns `shapes` under `part/…`, as an upload names them."""
-    return {f"{part}/{name}": shape for name, shape in shapes.items()}
+def visible(state: Payload, client: ClientInfo) -> Payload:
+    """Returns a state without what is reserved for the server, for other budgets and for other clients."""
+    theirs = {"budget": client.budget.name, "client": str(client.index)}
+
+    def is_hidden(name: str) -> bool:
+        part, _, rest = name.partition("/")
+        return part == "server" or (part in theirs and rest.partition("/")[0] != theirs[part])
+
+    return state.without(*filter(is_hidden, state.tensors))
+
+
+def client_model(
+    method: Method,
+    excerpt: Payload,
+    model: ModelInfo,
+    client: ClientInfo,
+    kept: Payload,
+    protocol: Literal["client", "trained", "received"] = "client",
+    left: Payload = NOTHING,
+) -> Deployment:
+    """Returns a client's own model after a round.
+
+    Args:
+        method: The method.
+        excerpt: The client's excerpt of the state after the round.
+        model: The backbone's description.
+        client: The client.
+        kept: What it kept when it last took part; empty if it never did.
+        protocol: `client` for the model that it uses; `trained` for the one that its own training left, before any
+            average; `received` for the one with which it would begin its next round.
+        left: What its training left, with the version of the backbone that it trained on; empty if it left nothing.
+    """
+    own, plan = Own(kept, begins=protocol == "received"), method.plan(model, client.budget)
+    if protocol == "trained" and left.tensors:
+        if left.tensors.keys() == adapter_shapes(model, plan).keys():
+            return Deployment(plan, left.tensors, up_to(excerpt.part(MERGE), merge_version(left)))
+        own = Own(kept, left)
+    deployment = method.deploy(excerpt, model, client.budget, own)
+    assert deployment is not None, f"{method.name}: `deploy` has no model of a client"
+    return deployment
 
 
 def starting_rng(method: Method, seed: int) -> torch.Generator:
@@ -462,6 +465,6 @@ def _uploads_of_zeros(
     state = method.enroll(state, model, clients)
     for client in clients:
         download = method.download(state, model, client)
-        shapes = method.expected_upload(model, client, download, round_index)
-        zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
-        yield Upload(round_index, client, Payload(zeros, method.expected_scalars(download)), download)
+        example = method.schema(model, client, download, round_index).example()
+        zeros = {name: torch.zeros(tensor.shape) for name, tensor in example.tensors.items()}
+        yield Upload(round_index, client, Payload(zeros, example.scalars), download)

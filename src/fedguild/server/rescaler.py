@@ -44,7 +44,7 @@ def split_scales(tensors: Mapping[str, Value]) -> tuple[dict[str, Value], dict[s
 def scale_observations(state: Payload) -> list[Observation]:
     """Returns the mean s of every budget's clients, by layer; nothing where none is learned."""
     by_budget: dict[str, list[Tensor]] = {}
-    for name, scale in state.part(RESCALER).items():
+    for name, scale in state.part("budget").items():
         by_budget.setdefault(name.partition("/")[0], []).append(scale.reshape(()))
     if not by_budget:
         return []

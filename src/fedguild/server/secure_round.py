@@ -28,8 +28,9 @@ from fedguild.privacy.secure_sum.form import Contribution, Form, LinearMean
 from fedguild.privacy.secure_sum.session import STEPS, Arrays, Session, Step, Unheld
 from fedguild.server.guard import LARGEST_VALUE as LARGEST_SENT
 from fedguild.server.method import Method, secure_form
+from fedguild.server.schema import Schema
 from fedguild.server.terms import CLIENTS, EXAMPLES, Contributor, OpenedMeans, Upload
-from fedguild.server.validation import Bound, check_upload, unusable
+from fedguild.server.validation import check_upload, unusable
 
 if TYPE_CHECKING:
     from fedguild.privacy.secure_sum.keys import PublicKey
@@ -260,17 +261,14 @@ def _unfit(
     faults = {}
     for client, sent in disclosed.items():
         info = clients[client]
-        shapes: dict[str, tuple[int, ...]] = {}
-        bounds: Mapping[str, Bound] = {}
+        schema = Schema({})
         if form.disclosed:
-            expected = method.expected_upload(model, info, method.download(state, model, info), round)
-            shapes = {name: shape for name, shape in expected.items() if name.partition("/")[0] in form.disclosed}
-            bounds = method.bounds(model, info)
+            schema = method.schema(model, info, method.download(state, model, info), round).of_parts(form.disclosed)
         if sent.tensors and not form.disclosed:
             faults[client] = f"{info.name} sent in the clear what {method.name} does not ask for"
             continue
         try:
-            check_upload(sent, shapes, client=info.name, largest_value=LARGEST_SENT, bounds=bounds)
+            check_upload(sent, schema, client=info.name, largest_value=LARGEST_SENT)
         except UploadError as error:
             faults[client] = error.message
     return faults

@@ -236,7 +236,7 @@ def mean_of_padded(
 def mean_of_budget(
     part: str, sent: Upload, tensors: Mapping[str, Tensor] | None = None, weights: Weighting = "uniform"
 ) -> Terms:
-    """Returns the terms of means over the clients of each budget, under `part/BUDGET/…` in the state.
+    """Returns the terms of means over the clients of each budget, under `budget/NAME/PART/…` in the state.
 
     Args:
         part: The part of the upload, and of the state.
@@ -245,7 +245,7 @@ def mean_of_budget(
         weights: As in `mean`.
     """
     _, weight = weight_of(sent.client, weights)
-    key = f"{part}/{sent.client.budget.name}"
+    key = f"budget/{sent.client.budget.name}/{part}"
     values = sent.payload.part(part) if tensors is None else tensors
     return Terms(
         {

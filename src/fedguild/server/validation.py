@@ -17,6 +17,7 @@ from fedguild.core.errors import NotFiniteError, UploadError
 from fedguild.core.layout import client_name
 from fedguild.core.payload import Payload, Scalar
 from fedguild.core.text import printable
+from fedguild.server.schema import Bound, Schema
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """The dtypes that an upload's tensors may have; the server computes in fp32."""
@@ -42,28 +43,6 @@ class Envelope:
     round: int
     client: int
     size_bytes: int
-
-
-class Omissible(tuple[int, ...]):
-    """The shape of a tensor that an upload may omit, for example that of an expert that was never activated."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Limits of values that a client computes about itself: no honest client's exceed them, whatever its data.
-
-    Values with a bound may differ between honest clients as much as their data do, so that their norms are not compared
-    (`fedguild.server.guard`).
-
-    Attributes:
-        largest: Largest magnitude; None for the limit that holds for everything else, too.
-        total: For shares: no value is negative, and the sum over the last axis is at most this; None for other values.
-    """
-
-    largest: float | None = None
-    total: float | None = None
 
 
 def check_envelope(
@@ -107,13 +86,13 @@ def check_size(size_bytes: int, limit_bytes: int | None, *, client: str) -> None
         )
 
 
-def check_plausible_size(size_bytes: int, expected: Mapping[str, tuple[int, ...]], *, client: str) -> None:
-    """Raises if no upload of these shapes can have so many bytes, whatever its dtypes and scalars; nothing is decoded.
+def check_plausible_size(size_bytes: int, schema: Schema, *, client: str) -> None:
+    """Raises if no upload of this schema can have so many bytes, whatever its dtypes and scalars; nothing is decoded.
 
     Raises:
         UploadError: it is too large; the message names the client and both sizes.
     """
-    largest = SPARE_BYTES + sum(_LONGEST_NAME_BYTES + 8 * math.prod(shape) for shape in expected.values())
+    largest = SPARE_BYTES + sum(_LONGEST_NAME_BYTES + 8 * math.prod(shape) for shape in schema.shapes.values())
     if size_bytes > largest:
         raise UploadError(
             f"{client}: the upload has {size_bytes} bytes, but one of its form has at most {largest}, in fp64."
@@ -122,35 +101,32 @@ def check_plausible_size(size_bytes: int, expected: Mapping[str, tuple[int, ...]
 
 def check_upload(
     payload: Payload,
-    expected: Mapping[str, tuple[int, ...]],
+    schema: Schema,
     *,
     client: str,
     norm_limit: float | None = None,
-    expected_scalars: Mapping[str, Scalar] | None = None,
     largest_value: float | None = None,
-    bounds: Mapping[str, Bound] | None = None,
 ) -> None:
-    """Raises unless an upload has the expected form and finite values within their bounds.
+    """Raises unless an upload fits its schema and has finite values.
 
     Args:
         payload: The upload.
-        expected: Name -> shape of exactly the tensors that it must have; it may lack those whose shape is `Omissible`.
+        schema: What it must have.
         client: The client's name, for the message.
         norm_limit: Upper limit of the L2 norm over all its tensors together; None for no limit.
-        expected_scalars: Scalars that it must have, of the same types; it may have more.
-        largest_value: Largest magnitude of any value, scalars included; None for no limit.
-        bounds: Limits of their own, by the name of a tensor or of its part (`Method.bounds`).
+        largest_value: Largest magnitude of any value without a bound of its own, scalars included; None for no limit.
 
     Raises:
         NotFiniteError: a tensor has a value that is NaN or infinite.
         UploadError: a name is missing or unknown, a shape or dtype is wrong, a scalar is not finite, or a value, a sum
             of shares or the norm is beyond its limit. The message names client and tensor.
     """
-    _check_names(payload.tensors, expected, client)
-    norms = {name: _checked_norm(name, tensor, expected[name], client) for name, tensor in payload.tensors.items()}
-    _check_scalars(payload.scalars, expected_scalars or {}, client)
+    _check_names(payload.tensors, schema, client)
+    shapes = schema.shapes
+    norms = {name: _checked_norm(name, tensor, shapes[name], client) for name, tensor in payload.tensors.items()}
+    _check_scalars(payload.scalars, schema.scalars, client)
     for name, tensor in payload.tensors.items():
-        _check_values(name, tensor, bound_of(name, bounds or {}) or Bound(), largest_value, client)
+        _check_values(name, tensor, schema.tensors[name].bound or Bound(), largest_value, client)
     if largest_value is not None:
         _check_scalar_magnitudes(payload.scalars, largest_value, client)
     norm = math.hypot(*norms.values())
@@ -162,18 +138,18 @@ def check_upload(
         )
 
 
-def _check_names(tensors: Mapping[str, Tensor], expected: Mapping[str, tuple[int, ...]], client: str) -> None:
-    required = {name for name, shape in expected.items() if not isinstance(shape, Omissible)}
+def _check_names(tensors: Mapping[str, Tensor], schema: Schema, client: str) -> None:
+    required, known = schema.needed.tensors.keys(), schema.tensors.keys()
     wrong = [
         f"{verb} {_few(names)}"
         for verb, names in (
             ("lacks", required - tensors.keys()),
-            ("has unknown", tensors.keys() - expected.keys()),
+            ("has unknown", tensors.keys() - known),
         )
         if names
     ]
     if wrong:
-        raise UploadError(f"{client}: the upload {' and '.join(wrong)}; expected {len(expected)} tensors.")
+        raise UploadError(f"{client}: the upload {' and '.join(wrong)}; expected {len(known)} tensors.")
 
 
 def _checked_norm(name: str, tensor: Tensor, shape: tuple[int, ...], client: str) -> float:
@@ -191,11 +167,6 @@ def _checked_norm(name: str, tensor: Tensor, shape: tuple[int, ...], client: str
     if broken:
         raise NotFiniteError(f"{client}: '{name}' has NaN or infinity in {broken} of its {tensor.numel()} values.")
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
-
-
-def bound_of(name: str, bounds: Mapping[str, Bound]) -> Bound | None:
-    """Returns the bound of a tensor, or else of its part; None for neither."""
-    return bounds.get(name, bounds.get(name.partition("/")[0]))
 
 
 def _check_values(name: str, tensor: Tensor, bound: Bound, otherwise: float | None, client: str) -> None:
@@ -220,14 +191,15 @@ def _check_scalar_magnitudes(scalars: Mapping[str, Scalar], largest: float, clie
             raise UploadError(f"{client}: the scalar '{name}' is beyond {largest:g}.")
 
 
-def _check_scalars(scalars: Mapping[str, Scalar], expected: Mapping[str, Scalar], client: str) -> None:
+def _check_scalars(scalars: Mapping[str, Scalar], expected: Mapping[str, Scalar | type[Scalar]], client: str) -> None:
     for name, value in scalars.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UploadError(f"{client}: the scalar '{name}' is {value}, but a finite number is expected.")
     for name, example in expected.items():
-        if type(scalars.get(name)) is not type(example):
-            kind = type(example).__name__
-            raise UploadError(f"{client}: the scalar '{name}' is {scalars.get(name)!r:.40}, but a {kind} is expected.")
+        kind = example if isinstance(example, type) else type(example)
+        if type(scalars.get(name)) is not kind:
+            found = repr(scalars.get(name))[:40]
+            raise UploadError(f"{client}: the scalar '{name}' is {found}, but a {kind.__name__} is expected.")
 
 
 def unusable(error: Exception) -> str:

@@ -285,8 +285,8 @@ def test_the_gradients_are_sent_whole_where_they_are_small_enough(olmoe_backbone
         method = fed_sb(dense_limit_bytes=limit)
         assert method.start_on(model) == expected
         who, state = client(0, LARGE), method.start(model, [LARGE], torch_rng(0, "start"))
-        expecting = method.expected_upload(model, who, method.download(state, model, who))
-        leaves = {name.rpartition(".")[2] for name in expecting}
+        expecting = method.schema(model, who, method.download(state, model, who))
+        leaves = {name.rpartition(".")[2] for name in expecting.tensors}
         assert leaves == ({"delta"} if expected == "dense" else {"lora_A", "lora_B"})
     for kind in ("dense", "sketch", "random"):
         assert fed_sb(start=kind, dense_limit_bytes=0).start_on(model) == kind

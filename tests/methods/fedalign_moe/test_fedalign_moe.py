@@ -21,7 +21,7 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
 from fedguild.model.plan import trainable_shapes
 from fedguild.model.slots import SlotModel
-from fedguild.server.method import Upload
+from fedguild.server.method import Upload, client_model
 from tests.backbones import PAD, random_rows, tiny_backbone
 from tests.methods.fedalign_moe.federation import EXPERTS, GATES, LAYERS, fedalign, federation_of, random_round
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors
@@ -252,7 +252,7 @@ def test_models_of_the_server_and_of_a_client(olmoe_backbone: Backbone, tmp_path
     experts = state.part("experts")
     memory = federation.memory.load(who.name, 2)
     deployed = method.deploy(state, model, LARGE)
-    own, newcomer = (method.personalize(state, model, who, kept) for kept in (memory, Payload()))
+    own, newcomer = (client_model(method, state, model, who, kept) for kept in (memory, Payload()))
     for deployment in (deployed, own, newcomer):
         shapes = {name: tuple(value.shape) for name, value in deployment.tensors.items()}
         assert shapes == trainable_shapes(model, deployment.plan)
@@ -294,7 +294,7 @@ def test_averaged_gates_are_everybodys(olmoe_backbone: Backbone, tmp_path: Path)
     assert {name.partition("/")[0] for name in download.tensors} == {"experts", "gate"}
     memory = federation.memory.load("client-000", 2)
     assert {name.partition("/")[0] for name in memory.tensors} == {"routing"}
-    mine = method.personalize(state, federation.model, federation.clients[0], memory).tensors
+    mine = client_model(method, state, federation.model, federation.clients[0], memory).tensors
     for name in GATES:
         assert torch.equal(mine[name], state.tensors[f"gate/{name}"])
         assert mine[name].any()

@@ -22,7 +22,7 @@ from fedguild.methods.fedamole.pool import COMMON, EXPERT, EXPERTS, TOKEN, Pool,
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.server.engine import Task
-from fedguild.server.method import Upload
+from fedguild.server.method import Upload, client_model
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, SETTINGS, Federation, client
 from tests.oracles import fedamole as oracle
@@ -282,7 +282,7 @@ def test_the_embeddings_are_those_of_the_trained_model(variant: str, exact: Back
 
 def mean_inputs(known: Federation, state: Payload, sent: Upload, module: str) -> Tensor:
     """The mean input of a module over the client's embedding set, one row at a time on its own model."""
-    own = known.method.personalize(state, known.model, sent.client, known.memory.load(sent.client.name, 2))
+    own = client_model(known.method, state, known.model, sent.client, known.memory.load(sent.client.name, 2))
     rows: list[Tensor] = []
     with SlotModel(known.backbone, [own.plan]) as model:
         model.load(0, own.tensors)
@@ -390,8 +390,8 @@ def test_a_clients_own_model_is_the_one_it_trained(llama_backbone: Backbone, tmp
     for sent, received in zip(uploads, downloads(known, after), strict=True):
         memory = known.memory.load(sent.client.name, 2)
         for payload, source in ((memory, sent.payload), (Payload(), received)):
-            excerpt = known.method.excerpt(after, known.model, sent.client)
-            mine = known.method.personalize(excerpt, known.model, sent.client, payload)
+            excerpt = known.method.excerpt(after, sent.client)
+            mine = client_model(known.method, excerpt, known.model, sent.client, payload)
             ids = dict(mine.plan.parts[0].held)
             assert ids == held(source)
             for name, value in source.part(COMMON).items():

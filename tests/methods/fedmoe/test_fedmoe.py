@@ -23,7 +23,7 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.server.method import Upload
+from fedguild.server.method import Upload, client_model
 from fedguild.server.validation import check_upload
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client
@@ -151,7 +151,7 @@ def test_a_client_receives_and_sends_the_experts_that_it_holds(olmoe_backbone: B
             for part in (download.part("experts"), sent.payload.part("experts")):
                 assert {len(rows) for name, rows in part.items() if name.startswith(LAYERS[0])} == {len(own[0])}
                 assert {len(rows) for name, rows in part.items() if name.startswith(LAYERS[1])} == {len(own[1])}
-            expected = server.expected_upload(model, sent.client, decode(encode(download)))
+            expected = server.schema(model, sent.client, decode(encode(download)))
             check_upload(decode(encode(sent.payload)), expected, client="c")
             name = f"{LAYERS[0]}.router.delta"
             longer = {**sent.payload.tensors, f"experts/{name}": torch.zeros(len(own[0]) + 1, model.hidden)}
@@ -284,8 +284,8 @@ def test_a_clients_model_is_its_sub_moe_and_the_global_one_has_all(tmp_path: Pat
     batch = collate([[Encoded(tuple(random_rows([9], 1)[0]), 2)]], PAD)
     whole = server.deploy(state, model, LARGE)
     assert not any(isinstance(part, HeldExperts) for part in whole.plan.parts)
-    excerpt = server.excerpt(state, model, federation.clients[0])
-    own = server.personalize(excerpt, model, federation.clients[0], Payload({"x": torch.zeros(1)}))
+    excerpt = server.excerpt(state, federation.clients[0])
+    own = client_model(server, excerpt, model, federation.clients[0], Payload({"x": torch.zeros(1)}))
     found: list[Tensor] = []
     for deployment in (own, replace(own, tensors=whole.tensors), whole):
         with SlotModel(backbone, [deployment.plan]) as slots, torch.no_grad():
@@ -303,15 +303,15 @@ def test_an_encoder_decoder_model_with_one_active_expert(tmp_path: Path) -> None
     for round_index in (1, 2):
         uploads = federation.train(state, round_index)
         for sent in uploads:
-            expected = server.expected_upload(
+            expected = server.schema(
                 federation.model, sent.client, server.download(state, federation.model, sent.client)
             )
             check_upload(sent.payload, expected, client="c")
         state = server.aggregate(state, iter(uploads))
         assert all(bool(value.isfinite().all()) for value in state.tensors.values() if value.is_floating_point())
     assert [len(own) for own in held(state, 1)] == [1, 1]
-    excerpt = server.excerpt(state, federation.model, federation.clients[1])
-    own = server.personalize(excerpt, federation.model, federation.clients[1], Payload())
+    excerpt = server.excerpt(state, federation.clients[1])
+    own = client_model(server, excerpt, federation.model, federation.clients[1], Payload())
     with SlotModel(backbone, [own.plan]) as slots:
         slots.load(0, own.tensors)
         assert len(slots.generate([random_rows([5], 1)], 3)[0]) == 1

@@ -15,6 +15,7 @@ from fedguild.methods.pfl_moe import PflMoe, PflMoeSettings
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
+from fedguild.server.method import client_model
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client
 from tests.oracles import pfl_moe as oracle
@@ -121,7 +122,7 @@ def test_the_own_model_mixes_what_the_client_kept(features: str, tmp_path: Path)
     plain = tiny_model("llama", dtype=torch.float64)
     for who in federation.clients:
         memory = federation.memory.load(who.name, 3)
-        deployment = server.personalize(state, federation.model, who, memory)
+        deployment = client_model(server, state, federation.model, who, memory)
         with SlotModel(backbone, [deployment.plan]) as model, torch.no_grad():
             model.load(0, deployment.tensors)
             found = model.token_losses(collate([[Encoded(tuple(row), 3)]], PAD))
@@ -144,9 +145,9 @@ def test_a_client_without_a_personal_model_has_the_global_one(olmoe_backbone: Ba
         assert bool(federation.memory.load("client-000", round + 1).tensors) == (round == 2)
     plain, fresh = (
         server.deploy(state, model, LARGE),
-        server.personalize(state, model, federation.clients[1], Payload()),
+        client_model(server, state, model, federation.clients[1], Payload()),
     )
-    own = server.personalize(state, model, federation.clients[0], federation.memory.load("client-000", 3))
+    own = client_model(server, state, model, federation.clients[0], federation.memory.load("client-000", 3))
     assert fresh.plan == own.plan != plain.plan
     losses = []
     for deployment in (plain, fresh, own):
@@ -155,7 +156,7 @@ def test_a_client_without_a_personal_model_has_the_global_one(olmoe_backbone: Ba
             losses.append(slots.token_losses(batch))
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(losses[2], losses[0], rtol=1e-3)
-    early = server.personalize(Payload(state.tensors, {"rounds": 1}), model, federation.clients[0], Payload())
+    early = client_model(server, Payload(state.tensors, {"rounds": 1}), model, federation.clients[0], Payload())
     assert early.plan == plain.plan
 
 
@@ -164,6 +165,6 @@ def test_the_own_model_is_no_set_of_weights(olmoe_backbone: Backbone) -> None:
     server = method()
     state = server.start(olmoe_backbone.info, [LARGE], torch.Generator().manual_seed(0))
     state = Payload(state.tensors, {"rounds": 1})
-    deployment = server.personalize(state, olmoe_backbone.info, client(0, LARGE), Payload())
+    deployment = client_model(server, state, olmoe_backbone.info, client(0, LARGE), Payload())
     assert beyond_weights(deployment.plan) == ["LogitMixture"]
     assert any(name.startswith(SECOND) for name in deployment.tensors)

@@ -96,7 +96,7 @@ def test_normalised_it_is_injected_at_the_size_of_a_gradient(tmp_path: Path) -> 
 def test_a_client_is_not_sent_the_figures_of_budgets(tmp_path: Path) -> None:
     found = federation(tmp_path)
     state = after(found, 1)
-    assert state.part("figures")
+    assert state.part("server/figures")
     for who in found.clients:
-        assert not found.method.excerpt(state, found.model, who).part("figures")
-        assert not found.method.download(state, found.model, who).part("figures")
+        assert not found.method.excerpt(state, who).part("server")
+        assert not found.method.download(state, found.model, who).part("server")

@@ -20,7 +20,7 @@ from fedguild.methods.ub_smoe.names import PHI, PSEUDO_GRADIENT, UTILISATION
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.slots import SlotModel
-from fedguild.server.method import Upload
+from fedguild.server.method import Upload, client_model
 from fedguild.server.validation import check_upload
 from tests.backbones import random_rows
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, upload
@@ -223,7 +223,7 @@ def test_phi_never_leaves_and_starts_from_the_servers(olmoe_backbone: Backbone, 
         uploads = federation.train(state, round)
         for each in uploads:
             assert not any(name.endswith("phi") for name in each.payload.tensors)
-            check_upload(each.payload, method.expected_upload(federation.model, each.client, Payload()), client="c")
+            check_upload(each.payload, method.schema(federation.model, each.client, Payload()), client="c")
         state = method.aggregate(state, uploads)
     for who in federation.clients:
         payload = method.download(state, federation.model, who)
@@ -231,7 +231,7 @@ def test_phi_never_leaves_and_starts_from_the_servers(olmoe_backbone: Backbone, 
             assert value.any()
             assert torch.equal(value, state.tensors[f"phi/{name}"])
             assert torch.equal(value, method.deploy(state, federation.model, who.budget).tensors[name])
-            assert torch.equal(value, method.personalize(state, federation.model, who, Payload()).tensors[name])
+            assert torch.equal(value, client_model(method, state, federation.model, who, Payload()).tensors[name])
 
 
 # Each mechanism off (Table 6)
@@ -297,7 +297,7 @@ def test_observations(measure: bool, olmoe_backbone: Backbone, tmp_path: Path) -
     for round in (1, 2, 3):
         uploads = federation.train(state, round)
         for each in uploads:
-            check_upload(each.payload, method.expected_upload(federation.model, each.client, Payload()), client="c")
+            check_upload(each.payload, method.schema(federation.model, each.client, Payload()), client="c")
         state = method.aggregate(state, uploads)
         if round == 1:
             names = {figure.name for figure in method.observe(state, federation.model)}

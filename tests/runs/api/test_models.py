@@ -19,7 +19,7 @@ from fedguild.data.batches import encode_prompt
 from fedguild.model.slots import SlotModel
 from fedguild.runs import experiment
 from fedguild.runs.scoring import evaluated_plan
-from fedguild.server.method import Deployment
+from fedguild.server.method import Deployment, client_model
 
 pytestmark = pytest.mark.usefixtures("loaded_alone")
 PROMPT = "3 + 4 ="
@@ -37,7 +37,7 @@ def ours(folder: Path, budget: str = "", client: int | None = None) -> tuple[lis
     else:
         member = restored.clients[client]
         tier, memory = member.budget, restored.memory.load(member.name, number + 1)
-        deployment = method.personalize(method.excerpt(state, info, member), info, member, memory or Payload())
+        deployment = client_model(method, method.excerpt(state, member), info, member, memory or Payload())
     assert deployment is not None
     tokenizer = restored.backbone.tokenizer
     with SlotModel(restored.backbone, [evaluated_plan(restored, tier, deployment)]) as slots:

@@ -29,6 +29,7 @@ from fedguild.privacy.secure_sum.session import Session, Step
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, not_needed, too_late
 from fedguild.server.guard import KEY_REVOKED
 from fedguild.server.method import Method
+from fedguild.server.schema import Schema
 from fedguild.server.validation import (
     SPARE_BYTES,
     Envelope,
@@ -148,7 +149,7 @@ class FlowerEngine:
         self._replies: dict[tuple[int, int], _Reply] = {}
         self._succeeded: set[int] = set()
         self._late: list[tuple[Task, _Reply]] = []
-        self._shapes_of: Callable[[Task], Mapping[str, tuple[int, ...]]] | None = None
+        self._schema_of: Callable[[Task], Schema] | None = None
         self._limits: dict[str, int] = {}
         self._secure_limits: dict[int, int] = {}
 
@@ -159,7 +160,7 @@ class FlowerEngine:
         if not tasks:
             return
         started, round = time.monotonic(), tasks[0].round
-        self._shapes_of = lambda task: method.expected_upload(model, task.client, task.download, task.round)
+        self._schema_of = lambda task: method.schema(model, task.client, task.download, task.round)
         self._receive(round)
         yield from self._late_deliveries(method, model, round)
         for probe in self._probes.values():
@@ -316,10 +317,10 @@ class FlowerEngine:
         self._limits[message_id] = self._largest_upload(task)
 
     def _largest_upload(self, task: Task) -> int:
-        """Returns the bytes that no honest answer to a task exceeds; in a secure run it is only a header."""
-        if self.secure or self._shapes_of is None:
+        """Returns the bytes that no honest answer to a task exceeds; in a secure run it has a header only."""
+        if self.secure or self._schema_of is None:
             return HEADER_BYTES
-        upload_bytes = SPARE_BYTES + _widest_bytes(self._shapes_of(task))
+        upload_bytes = SPARE_BYTES + _widest_bytes(self._schema_of(task).shapes)
         return HEADER_BYTES + (upload_bytes if self.limit_bytes is None else min(upload_bytes, self.limit_bytes))
 
     def _largest_answer(self, kind: MessageKind, round: int) -> int:
@@ -334,9 +335,9 @@ class FlowerEngine:
         A client may have to send masked zeros for what only others hold.
         """
         round, widest = tasks[0].round, dict[str, tuple[int, ...]]()
-        if self._shapes_of is not None:
+        if self._schema_of is not None:
             for task in tasks:
-                for name, shape in self._shapes_of(task).items():
+                for name, shape in self._schema_of(task).shapes.items():
                     if math.prod(shape) >= math.prod(widest.get(name, (0,))):
                         widest[name] = shape
         limit = SPARE_BYTES + 2 * _widest_bytes(widest) + _SHARES_BYTES * self.registry.client_count
@@ -409,8 +410,8 @@ class FlowerEngine:
                 asked=[(task.round, task.client.index)],
                 limit_bytes=self.limit_bytes,
             )
-            if self._shapes_of is not None:
-                check_plausible_size(len(reply.body), self._shapes_of(task), client=task.client.name)
+            if self._schema_of is not None:
+                check_plausible_size(len(reply.body), self._schema_of(task), client=task.client.name)
         except UploadError as error:
             return _Reply(failure=error.message)
         return _Reply(self._uploads.put(task.round, task.client.index, reply.body), reply.metadata)

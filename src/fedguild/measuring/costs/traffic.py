@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -22,8 +21,8 @@ from fedguild.core.seeding import torch_rng
 from fedguild.model.info import ModelInfo
 from fedguild.model.shapes_only import LIMIT, ShapesOnly
 from fedguild.server.method import Method
+from fedguild.server.schema import without_values
 from fedguild.server.terms import Upload
-from fedguild.server.validation import Omissible
 
 
 @dataclass(frozen=True)
@@ -141,12 +140,10 @@ def _after(method: Method, state: Payload, model: ModelInfo, clients: Sequence[C
     def uploads() -> Iterator[Upload]:
         for client in clients:
             download = method.download(state, model, client)
-            sent = {
-                name: torch.rand(shape, generator=rng)
-                for name, shape in method.expected_upload(model, client, download, number).items()
-                if not (method.costs.leave_out and isinstance(shape, Omissible))
-            }
-            yield Upload(number, client, Payload(sent, method.expected_scalars(download)), download)
+            schema = method.schema(model, client, download, number)
+            example = (schema.needed if method.costs.leave_out else schema).example()
+            sent = {name: torch.rand(tensor.shape, generator=rng) for name, tensor in example.tensors.items()}
+            yield Upload(number, client, Payload(sent, example.scalars), download)
 
     return method.aggregate(state, uploads())
 
@@ -155,28 +152,17 @@ def _exchange(
     method: Method, state: Payload, model: ModelInfo, client: ClientInfo, number: int, wire_dtype: torch.dtype
 ) -> Exchange:
     download = method.download(state, model, client)
-    scalars = method.expected_scalars(download)
-    shapes = method.expected_upload(model, client, download, number)
-    needed = {name: shape for name, shape in shapes.items() if not isinstance(shape, Omissible)}
+    schema = method.schema(model, client, download, number)
     received = {name: _sent(tensor, wire_dtype) for name, tensor in download.tensors.items()}
     return Exchange(
         client,
         bytes_by_part(Payload(received, download.scalars)),
-        bytes_by_part(Payload(_empty(shapes, wire_dtype), scalars)),
-        bytes_by_part(Payload(_empty(needed, wire_dtype), scalars)),
+        bytes_by_part(schema.example(wire_dtype)),
+        bytes_by_part(schema.needed.example(wire_dtype)),
     )
 
 
 def _sent(tensor: Tensor, wire_dtype: torch.dtype) -> Tensor:
     """Returns a tensor of the same shape without values; floating-point ones have the wire's dtype."""
     dtype = wire_dtype if tensor.dtype is torch.float32 else tensor.dtype
-    return _without_values(tuple(tensor.shape), dtype)
-
-
-def _empty(shapes: Mapping[str, tuple[int, ...]], wire_dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: _without_values(tuple(shape), wire_dtype) for name, shape in shapes.items()}
-
-
-@cache
-def _without_values(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return without_values(tuple(tensor.shape), dtype)

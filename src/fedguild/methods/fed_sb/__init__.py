@@ -38,7 +38,7 @@ Readings and deviations (docs/methods/fed-sb.md):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Literal
 
@@ -51,9 +51,9 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.training import train
 from fedguild.config.privacy import Unit
 from fedguild.core.errors import ConfigError
-from fedguild.core.payload import ADAPTER, Payload, Scalar, with_part
+from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.core.seeding import new_seed, torch_rng
-from fedguild.methods.fed_sb.basis import BASIS, HOLDERS, LOST, Holders, basis_of
+from fedguild.methods.fed_sb.basis import BASIS, LOST, Holders, basis_of
 from fedguild.methods.fed_sb.gradient import GRADIENT, full_weight_plan, mean_gradients, mean_upload
 from fedguild.methods.fed_sb.singular_vectors import leading, random_orthonormal
 from fedguild.methods.fed_sb.sketch import rebuilt, sketch_of, sketch_plan, sketch_shapes, sketching
@@ -63,7 +63,8 @@ from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
 from fedguild.model.targets import targeted_shapes
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import Deployment, Method, ServerCosts, in_part
+from fedguild.server.method import GLOBAL, Deployment, Method, Own, ServerCosts
+from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import MethodSettings, Targets, Weights
 from fedguild.server.terms import Upload, weight_of
 
@@ -116,9 +117,6 @@ class FedSB(Method):
         note="The first round sends sketches of gradients up and trains nothing; A and B go down once to each client.",
         rounds=3,
     )
-
-    data_free_scalars = frozenset({LOST})
-    server_only = (HOLDERS,)  # the record of participants
 
     def privacy_refusal(self, unit: Unit) -> str:
         """Returns why its uploads tell more than an account could hold."""
@@ -199,20 +197,14 @@ class FedSB(Method):
             tensors |= with_part(ADAPTER, {f"{module}.{MIDDLE}": middle})
         return Payload(tensors, {STAGE: "training", SEED: seed})
 
-    def expected_upload(
-        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of every R, or in the first round of the gradient or its sketch."""
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
+        """Returns the gradient or its sketch in the stage before training, R_i in training."""
         plan = self.plan(model, client.budget)
         if download.scalars[STAGE] == "training":
-            return in_part(ADAPTER, trainable_shapes(model, plan))
+            return Schema(entries(ADAPTER, trainable_shapes(model, plan)), {LOST: bool})
         if self.start_on(model) == "dense":
-            return in_part(GRADIENT, trainable_shapes(model, full_weight_plan(plan)))
-        return in_part(GRADIENT, sketch_shapes(model, plan.lora.targets, self.sketch_rank))
-
-    def expected_scalars(self, download: Payload) -> Mapping[str, Scalar]:
-        """Returns whether A and B are lost, once there are any."""
-        return {LOST: False} if download.scalars.get(STAGE) == "training" else {}
+            return Schema(entries(GRADIENT, trainable_shapes(model, full_weight_plan(plan))))
+        return Schema(entries(GRADIENT, sketch_shapes(model, plan.lora.targets, self.sketch_rank)))
 
     def start_on(self, model: ModelInfo) -> Literal["dense", "sketch", "random"]:
         """Returns where A and B come from on this model."""
@@ -221,7 +213,7 @@ class FedSB(Method):
         weights = targeted_shapes(model, self.settings.targets).values()
         return "dense" if 4 * sum(map(math.prod, weights)) <= self.settings.dense_limit_bytes else "sketch"
 
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns B R A; before the first round it is zero."""
         plan = self.plan(model, budget)
         return Deployment(plan, {**state.part(BASIS), **state.part(ADAPTER)} or zero_adapter(model, plan))

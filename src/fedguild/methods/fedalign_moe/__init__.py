@@ -67,10 +67,10 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import Deployment, Method, Observation, ServerCosts, in_part
+from fedguild.server.method import GLOBAL, Deployment, Method, Observation, Own, ServerCosts
+from fedguild.server.schema import Bound, Schema, entries
 from fedguild.server.settings import Alpha, MethodSettings, Rank, StartNorm
 from fedguild.server.terms import Upload
-from fedguild.server.validation import Bound, Omissible
 
 ROUTING, MARGIN, REGION, UPDATE = "routing", "margin", "region", "update"
 """The parts of an upload with p-bar, m, mu and dtheta; `routing` also of a client's memory."""
@@ -146,7 +146,6 @@ class FedAlignMoe(Method):
         "forward passes over its data, up to `statistics_tokens` tokens, that are not counted.",
     )
     not_private = "sends means of the routing and of the experts' inputs"
-    keeps_for_training = True  # its gate
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a full gate and LoRA on the experts, or full experts, with the budget's active experts."""
@@ -301,41 +300,33 @@ class FedAlignMoe(Method):
         products = region.gram(updates) if self.settings.direction == "flat" else region.product_gram(updates, before)
         return region.cosines(products)
 
-    def expected_upload(
-        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Returns p-bar, m, and for each expert mu and dtheta, which an upload may omit."""
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
+        """Returns p-bar and m, each of which sums to 1 at most in a layer, and each expert's mu and dtheta, if any."""
         shapes = by_part(model, trainable_shapes(model, self.plan(model, client.budget)))
-        expected = in_part(ADAPTER, shapes[ADAPTER])
+        sent = entries(ADAPTER, shapes[ADAPTER])
         if self.settings.gate != "private":
-            expected |= in_part(GATE, shapes[GATE])
+            sent |= entries(GATE, shapes[GATE])
         for layer in model.moe:
-            expected[f"{ROUTING}/{layer.experts}"] = expected[f"{MARGIN}/{layer.experts}"] = (layer.num_experts,)
+            by_expert = {layer.experts: (layer.num_experts,)}  # a token has one likeliest expert
+            sent |= entries(ROUTING, by_expert, Bound(total=1.0)) | entries(MARGIN, by_expert, Bound(total=1.0))
             stacks = [shape for name, shape in shapes[EXPERTS].items() if name.startswith(f"{layer.experts}.")]
             size = sum(torch.Size(shape).numel() for shape in stacks) // layer.num_experts
             for expert in range(layer.num_experts):
-                expected[f"{REGION}/{layer.experts}/{expert}"] = Omissible((layer.hidden,))
-                expected[f"{UPDATE}/{layer.experts}/{expert}"] = Omissible((size,))
-        return expected
+                name = f"{layer.experts}/{expert}"
+                sent |= entries(REGION, {name: (layer.hidden,)}, omissible=True)
+                sent |= entries(UPDATE, {name: (size,)}, omissible=True)
+        return Schema(sent)
 
-    def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
-        """Returns that a layer's p-bar, and its m, sum to 1 at most: a token has one likeliest expert."""
-        return dict.fromkeys((ROUTING, MARGIN), Bound(total=1.0))
-
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
-        """Returns the global experts behind the published gate, or behind the mean gate if gates are uploaded."""
-        plan = self.plan(model, budget)
-        if self.settings.gate == "private":
-            plan = plan.without(FullRouter)
-        return Deployment(plan, {**state.part(EXPERTS), **state.part(ADAPTER), **state.part(GATE)})
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the global experts behind the client's own gate; the published one before its first round."""
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
+        """Returns the global experts with the mean gate, or with the gate that the client kept, if it is private."""
+        plan, tensors = self.plan(model, budget), {**state.part(EXPERTS), **state.part(ADAPTER)}
         if self.settings.gate == "averaged":
-            return self.deploy(excerpt, model, client.budget)
+            return Deployment(plan, {**tensors, **state.part(GATE)})
+        if own is GLOBAL:
+            plan = plan.without(FullRouter) if self.settings.gate == "private" else plan
+            return Deployment(plan, {**tensors, **state.part(GATE)})
         gates = {name: torch.zeros(shape) for name, shape in FullRouter().shapes(model).items()}
-        tensors = {**excerpt.part(EXPERTS), **excerpt.part(ADAPTER), **gates, **memory.part(GATE)}
-        return Deployment(self.plan(model, client.budget), tensors)
+        return Deployment(plan, {**tensors, **gates, **own.kept.part(GATE)})
 
     def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
         """Returns per layer: o, alpha, the spread of omega, tau and the share of experts whose updates counted."""

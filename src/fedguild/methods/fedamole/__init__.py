@@ -43,7 +43,7 @@ Readings and deviations (docs/methods/fedamole.md):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -72,7 +72,8 @@ from fedguild.methods.fedamole.pool import (
 )
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.server.method import Deployment, Method, Observation, ServerCosts, in_part
+from fedguild.server.method import GLOBAL, Deployment, Method, Observation, Own, ServerCosts
+from fedguild.server.schema import Entry, Schema, entries
 from fedguild.server.settings import Alpha, MethodSettings, fitting_defaults
 from fedguild.server.terms import Means, Terms, Upload, mean
 
@@ -222,6 +223,7 @@ class FedAMoLE(Method):
         for slot in range(len(cohort.work)):
             trained = named_by_ids(cohort.read(slot), mixture.held(slot))
             cohort.keep(slot, trained)
+            cohort.leave(slot, {})
             uploads.append(Payload({**trained, **self.uploaded_embeddings(cohort, slot, embeddings)}))
         return uploads
 
@@ -289,34 +291,26 @@ class FedAMoLE(Method):
         rules = AssignmentRules(settings.active_experts, settings.experts_per_client, settings.clients_per_expert)
         return rules.scaled(clients, settings.experts) if settings.scale_clients_per_expert else rules
 
-    def expected_upload(
-        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
-    ) -> Mapping[str, tuple[int, ...]]:
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
         """Returns the names and shapes of the download's tensors, with the client's h^t and its experts' h^e."""
         held = held_experts(download.part(EXPERTS))
-        embeddings = in_part(TOKEN, dict.fromkeys(held, (self.token_width,)))
+        sent = {name: Entry(tuple(tensor.shape)) for name, tensor in download.tensors.items()}
+        sent |= entries(TOKEN, dict.fromkeys(held, (self.token_width,)))
         if self.invariant:
-            embeddings |= in_part(EXPERT, {module: (len(ids), self.settings.rank) for module, ids in held.items()})
-        return {**{name: tuple(tensor.shape) for name, tensor in download.tensors.items()}, **embeddings}
+            sent |= entries(EXPERT, {module: (len(ids), self.settings.rank) for module, ids in held.items()})
+        return Schema(sent)
 
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> None:
-        """Returns None: every client has its own model."""
-
-    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
+    def excerpt(self, state: Payload, client: ClientInfo) -> Payload:
         """Returns what the client would receive next: its own experts, and nothing about the assignment of others."""
-        return self.download(state, model, client)
+        return Pool.of(state).sent_to(client.index)
 
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the client's model after its own training, or the one that it would receive next."""
-        latest = memory if memory.tensors else excerpt
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment | None:
+        """Returns the client's model after its own training, or the one that it would receive next; none for all."""
+        if own is GLOBAL:
+            return None
+        latest = own.model if own.model.tensors else state
         mixture = self.mixture(tuple(held_experts(latest.part(EXPERTS)).items()))
         return Deployment(AdapterPlan((mixture,)), client_trainables(latest, mixture.capacity))
-
-    def as_trained(
-        self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload, trained: Payload
-    ) -> Deployment:
-        """Returns what the client kept: its own model is the one that it trained."""
-        return self.personalize(excerpt, model, client, memory)
 
     def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
         """Returns P of the last module (Figure 8), experts per client, share kept, client 0's (Table 6), and drift."""

@@ -68,10 +68,10 @@ from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
-from fedguild.server.method import Deployment, Method, Observation, ServerCosts, in_part
+from fedguild.server.method import GLOBAL, Deployment, Method, Observation, Own, ServerCosts
+from fedguild.server.schema import Bound, Entry, Schema, entries
 from fedguild.server.settings import LoraSettings, Rank
 from fedguild.server.terms import Means, Term, Terms, Upload, mean
-from fedguild.server.validation import Bound
 
 EXPERTS = "experts"
 """The part with tensors that have a row per expert, such as the routers' rows (rows.py), for the held experts."""
@@ -80,7 +80,6 @@ HELD = "held"
 ACTIVATION = "activation"
 """The part of an upload with p: path of each layer's experts -> [M]."""
 LOSS, ACCURACY = "validation/loss", "validation/accuracy"
-_BOUNDS = {ACTIVATION: Bound(total=1.0), ACCURACY: Bound(total=1.0), LOSS: Bound()}
 
 
 class FedMoeSettings(LoraSettings):
@@ -163,6 +162,10 @@ class FedMoe(Method):
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 6."""
+        return self.excerpt(state, client)
+
+    def excerpt(self, state: Payload, client: ClientInfo) -> Payload:
+        """Returns what the client receives: its sub-MoE, and nothing of its peers' sets, data or scores."""
         held = SubMoes.of(state).ids(client.index)
         rows = held_rows(state.part(EXPERTS), held)
         return Payload.of({ADAPTER: state.part(ADAPTER), EXPERTS: rows, HELD: held})
@@ -216,45 +219,31 @@ class FedMoe(Method):
         trained = {part: means.moved(part, state.part(part)) for part in (ADAPTER, EXPERTS)}
         return Payload({**Payload.of(trained).tensors, **sub_moes.tensors()}, {"round": round})
 
-    def expected_upload(
-        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
-    ) -> Mapping[str, tuple[int, ...]]:
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
         """Returns the names and shapes of the dense parts, the held experts, p and the validation's figures."""
         dense, experts = by_part(model, trainable_shapes(model, self.plan(model, client.budget)))
         counts = {layer: len(ids) for layer, ids in download.part(HELD).items()}
         rows = {name: (counts[layer_of(name)], *shape[1:]) for name, shape in experts.items()}
-        return {
-            **in_part(ADAPTER, dense),
-            **in_part(EXPERTS, rows),
-            **in_part(ACTIVATION, {layer.experts: (layer.num_experts,) for layer in model.moe}),
-            LOSS: (),
-            ACCURACY: (),
-        }
+        share = Bound(total=1.0)
+        return Schema(
+            {
+                **entries(ADAPTER, dense),
+                **entries(EXPERTS, rows),
+                **entries(ACTIVATION, {layer.experts: (layer.num_experts,) for layer in model.moe}, share),
+                LOSS: Entry((), Bound()),
+                ACCURACY: Entry((), share),
+            }
+        )
 
-    def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
-        """Returns that a layer's p sum to 1 at most, as does the accuracy; a loss has no bound of its own."""
-        return _BOUNDS
-
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the global model with all experts, which a client may not be able to hold."""
-        plan = AdapterPlan((self._lora, FullRouter()))
-        return Deployment(plan, together(model, state.part(ADAPTER), state.part(EXPERTS)))
-
-    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns what the client receives: its sub-MoE, and nothing of its peers' sets, data or scores."""
-        return self.download(state, model, client)
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the client's sub-MoE: a client of FedMoE keeps nothing between rounds."""
-        return Deployment(self._sub_moe(model, excerpt.part(HELD)), _received(model, excerpt))
-
-    def as_trained(
-        self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload, trained: Payload
-    ) -> Deployment:
-        """Returns the sub-MoE with the experts that the client held in training."""
-        held = trained.part(HELD)
-        tensors = {name: value for name, value in trained.tensors.items() if not name.startswith(f"{HELD}/")}
-        return Deployment(self._sub_moe(model, held), tensors)
+        if own is GLOBAL:
+            plan = AdapterPlan((self._lora, FullRouter()))
+            return Deployment(plan, together(model, state.part(ADAPTER), state.part(EXPERTS)))
+        if not own.trained.tensors:
+            return Deployment(self._sub_moe(model, state.part(HELD)), _received(model, state))
+        held = with_part(HELD, own.trained.part(HELD))
+        return Deployment(self._sub_moe(model, own.trained.part(HELD)), own.trained.without(*held).tensors)
 
     def _sub_moe(self, model: ModelInfo, held: Mapping[str, Tensor]) -> AdapterPlan:
         """Returns the plan of a client's own model: held is each layer's path -> the indices of its experts."""

@@ -27,7 +27,7 @@ from __future__ import annotations
 from pydantic import Field
 from torch import Tensor
 
-from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
 from fedguild.core.payload import ADAPTER, Payload
@@ -35,7 +35,7 @@ from fedguild.methods.fedptuning.encoded_prompt import EncodedPrompt, encoded_pr
 from fedguild.model.adapters.soft_prompt import PROMPT, SoftPrompt
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Method, Own
 from fedguild.server.settings import MethodSettings
 from fedguild.server.terms import Terms, Upload, mean
 
@@ -77,15 +77,10 @@ class FedPTuning(Method):
         """Line 5."""
         return mean(ADAPTER, sent, "uniform")
 
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Line 6."""
-        return self._deployed(encoded_prompt(state.part(ADAPTER)))
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Returns the prompt that the client kept, or the global one if it kept none."""
-        if memory.tensors:
-            return self._deployed(memory.tensors[PROMPT])
-        return self.deploy(excerpt, model, client.budget)
+        prompt = own.model.tensors.get(PROMPT)
+        return self._deployed(encoded_prompt(state.part(ADAPTER)) if prompt is None else prompt)
 
     def _deployed(self, prompt: Tensor) -> Deployment:
         return Deployment(AdapterPlan((SoftPrompt(self.settings.tokens),)), {PROMPT: prompt})

@@ -30,7 +30,7 @@ Readings and deviations (docs/methods/flex.md):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from pydantic import Field, field_validator
@@ -46,7 +46,8 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import RUNNING_MEAN, Deployment, Method, NotPrivate, in_part
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Method, NotPrivate, Own
+from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import LoraSettings, Rank, Targets, Weights
 from fedguild.server.terms import Terms, Upload, mean
 
@@ -89,7 +90,6 @@ class Flex(Method):
     costs = RUNNING_MEAN
     is_mean = True
     not_private = NotPrivate(example="chooses the experts that it grafts by their losses on the examples")
-    keeps_for_training = True  # its grafts
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the shared LoRA and a graft on every MoE layer, with the budget's active experts beside it."""
@@ -138,26 +138,19 @@ class Flex(Method):
                 best = {layer: loss[slot].argmin() for layer, loss in losses.items()}
                 cohort.load(slot, {source_name(layer): index.float().cpu() for layer, index in best.items()})
 
-    def expected_upload(
-        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
-    ) -> Mapping[str, tuple[int, ...]]:
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
         """Returns the names and shapes of the shared LoRA alone."""
-        return in_part(ADAPTER, trainable_shapes(model, self._shared(model, client.budget)))
+        return Schema(entries(ADAPTER, trainable_shapes(model, self._shared(model, client.budget))))
 
     def terms(self, sent: Upload) -> Terms:
         """Line 7."""
         return mean(ADAPTER, sent, self.settings.weights)
 
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the model without a graft."""
-        return Deployment(self._shared(model, budget), state.part(ADAPTER))
-
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Line 8; the model without a graft for a client that never took part."""
-        kept: dict[str, Tensor] = memory.part(GRAFT)
-        if not kept:
-            return self.deploy(excerpt, model, client.budget)
-        return Deployment(self.plan(model, client.budget), {**excerpt.part(ADAPTER), **kept})
+        kept: dict[str, Tensor] = own.kept.part(GRAFT)
+        plan = self.plan(model, budget) if kept else self._shared(model, budget)
+        return Deployment(plan, {**state.part(ADAPTER), **kept})
 
     def _shared(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the plan without the graft."""

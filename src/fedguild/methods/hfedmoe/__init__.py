@@ -52,10 +52,10 @@ from fedguild.methods.hfedmoe.importance import Importance
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import Method, ServerCosts, in_part
+from fedguild.server.method import Method, ServerCosts
+from fedguild.server.schema import Bound, Schema, entries
 from fedguild.server.settings import LoraSettings, Rank, Targets
 from fedguild.server.terms import Terms, Upload, mean_by_expert
-from fedguild.server.validation import Bound
 
 USAGE = "usage"
 """The part of an upload with u_c: path of each layer's experts -> [M]."""
@@ -162,18 +162,12 @@ class HFedMoe(Method):
         }
         return terms | Terms(routers, secure=False, why=self.not_linear)
 
-    def expected_upload(
-        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of the LoRA, u_c and p_c."""
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
+        """Returns the LoRA, u_c and p_c = u_c s_c, s_c <= 1, each of which sums to 1 at most in a layer (Eq. 20)."""
         usage = {layer.experts: (layer.num_experts,) for layer in model.moe}
         preference = {layer.router: (layer.num_experts,) for layer in model.moe}
-        adapter = super().expected_upload(model, client, download, round_index)
-        return {**adapter, **in_part(USAGE, usage), **in_part(PREFERENCE, preference)}
-
-    def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
-        """Returns that a layer's u_c, and its p_c = u_c s_c with s_c <= 1, sum to 1 at most: alpha_c <= L (Eq. 20)."""
-        return dict.fromkeys((USAGE, PREFERENCE), Bound(total=1.0))
+        adapter, share = super().schema(model, client, download, round_index).tensors, Bound(total=1.0)
+        return Schema({**adapter, **entries(USAGE, usage, share), **entries(PREFERENCE, preference, share)})
 
     def share(self, model: ModelInfo, budget: Budget) -> float:
         """Returns C_c as a share of all experts."""

@@ -38,7 +38,7 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from fedguild.client.budget import Budget, ClientInfo
+from fedguild.client.budget import Budget
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import load_received, train
 from fedguild.config.training import TrainingSettings
@@ -48,7 +48,7 @@ from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMi
 from fedguild.methods.pfl_moe.second_training import add_cost, second_training
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.server.method import Deployment, Method, NotPrivate, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Method, NotPrivate, Own, ServerCosts
 from fedguild.server.settings import DropoutLoraSettings, Rank, Targets
 from fedguild.server.terms import Means, Terms, Upload, mean
 
@@ -128,6 +128,7 @@ class PflMoe(Method):
         gates = train_gates(another, for_gate, received, personal, gate_settings)  # line 7
         for slot, (theta, theta_p, gate) in enumerate(zip(received, personal, gates, strict=True)):
             cohort.keep(slot, Payload.of({RECEIVED: theta, PERSONAL: theta_p, GATE: gate}).tensors)
+            cohort.leave(slot, {})
         add_cost(cohort, another, time.perf_counter() - started)
 
     def _personal_training(self, training: TrainingSettings) -> TrainingSettings:
@@ -148,26 +149,13 @@ class PflMoe(Method):
         mean = means.moved(ADAPTER, state.part(ADAPTER))
         return Payload.of({ADAPTER: mean}, {"rounds": int(state.scalars["rounds"]) + 1})
 
-    def personalize(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Line 8; a client without a personal model gets the global one, mixed with itself once others have theirs."""
-        settings, plan, received = self.settings, self.plan(model, client.budget), excerpt.part(ADAPTER)
-        if int(excerpt.scalars["rounds"]) < settings.personal_from:
+        settings, plan, received = self.settings, self.plan(model, budget), state.part(ADAPTER)
+        if own is GLOBAL or int(state.scalars["rounds"]) < settings.personal_from:
             return Deployment(plan, received)
-        theta, personal = memory.part(RECEIVED) or received, memory.part(PERSONAL) or received
-        gate = memory.part(GATE) or {WEIGHT: torch.zeros(model.hidden), BIAS: torch.zeros(())}
+        theta, personal = own.model.part(RECEIVED) or received, own.kept.part(PERSONAL) or received
+        gate = own.kept.part(GATE) or {WEIGHT: torch.zeros(model.hidden), BIAS: torch.zeros(())}
         mixture = LogitMixture(settings.rank, settings.targets, settings.features)
         second = {f"{SECOND}{name}": value for name, value in personal.items()}
         return Deployment(AdapterPlan((mixture, plan.lora)), {**theta, **second, **gate})
-
-    def as_trained(
-        self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload, trained: Payload
-    ) -> Deployment:
-        """Line 8; theta_i before the first personal phase."""
-        if memory.tensors:
-            return self.personalize(excerpt, model, client, memory)
-        return super().as_trained(excerpt, model, client, memory, trained)
-
-    def as_received(self, excerpt: Payload, model: ModelInfo, client: ClientInfo, memory: Payload) -> Deployment:
-        """Line 8 with the new theta in place of the one that the gate was trained with."""
-        kept = {name: value for name, value in memory.tensors.items() if not name.startswith(f"{RECEIVED}/")}
-        return self.personalize(excerpt, model, client, Payload(kept))

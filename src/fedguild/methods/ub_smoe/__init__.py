@@ -52,7 +52,7 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.schedule import learning_rate
 from fedguild.client.training import activation_frequency
-from fedguild.core.payload import ADAPTER, Payload
+from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.methods.ub_smoe.cosine import cosine_shapes, cosine_terms, mean_cosines, measured_cosines
 from fedguild.methods.ub_smoe.delivery import can_derive, holders_after, keep_received, no_holders, received_gradient
 from fedguild.methods.ub_smoe.modulated_routing import Gating, ModulatedRouting, Modulation, split
@@ -60,7 +60,6 @@ from fedguild.methods.ub_smoe.modulation import Range, modulate
 from fedguild.methods.ub_smoe.names import (
     COSINE,
     FIGURES,
-    HOLDERS,
     IDLE,
     MEAN_ACTIVE,
     PHI,
@@ -88,10 +87,10 @@ from fedguild.methods.ub_smoe.pseudo_gradient import (
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import Deployment, Method, Observation, ServerCosts, in_part
+from fedguild.server.method import GLOBAL, Deployment, Method, Observation, Own, ServerCosts
+from fedguild.server.schema import Bound, Entry, Schema, entries
 from fedguild.server.settings import Alpha, LoraSettings
 from fedguild.server.terms import Means, Term, Terms, Upload, mean, mean_of_budget
-from fedguild.server.validation import Bound
 
 
 class UbSmoeSettings(LoraSettings):
@@ -316,43 +315,35 @@ class UbSmoe(Method):
                 PHI: phi,
                 UTILISATION: {**state.part(UTILISATION), **used},
                 COSINE: mean_cosines(means, state.part(COSINE)),
-                FIGURES: means.moved(FIGURES, {}),
-                SERVER: holders_after(means),
+                SERVER: {**holders_after(means), **with_part(FIGURES, means.moved("budget", {}))},
             },
             {**state.scalars, VERSION: int(state.scalars[VERSION]) + 1, STEP_SIZE: eta_gamma},
         )
 
-    def expected_upload(
-        self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0
-    ) -> Mapping[str, tuple[int, ...]]:
-        """Returns the names and shapes of Theta_c, a_c and the figures of the training."""
+    def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
+        """Returns Theta_i, and figures of the training (lines 5 and 6)."""
         theta, _ = split(trainable_shapes(model, self.plan(model, client.budget)))
-        return {
-            **in_part(ADAPTER, theta),
-            **in_part(UTILISATION, {layer.name: (layer.num_experts,) for layer in model.moe}),
-            **in_part(COSINE, self.cosine_shapes(model)),
-            **in_part(TRAINING, {STEP_SIZE: (), WITHOUT: (), IDLE: (len(model.moe),), RATIO: (len(model.moe),)}),
-        }
+        layers = len(model.moe)
+        utilisation = {layer.name: (layer.num_experts,) for layer in model.moe}
+        measured = sum(layer.num_experts for layer in model.moe)
+        bounds = {"values": Bound(largest=1.001), "measured": Bound(largest=float(measured))}
+        return Schema(
+            {
+                **entries(ADAPTER, theta),
+                **entries(UTILISATION, utilisation, Bound(1.0, client.budget.active_experts)),
+                **{
+                    f"{COSINE}/{name}": Entry(shape, bounds.get(name))
+                    for name, shape in self.cosine_shapes(model).items()
+                },
+                **entries(TRAINING, {STEP_SIZE: ()}, Bound(largest=1e3)),
+                **entries(TRAINING, {WITHOUT: (), IDLE: (layers,)}, Bound(largest=1.0)),
+                **entries(TRAINING, {RATIO: (layers,)}, Bound()),
+            }
+        )
 
-    def bounds(self, model: ModelInfo, client: ClientInfo) -> Mapping[str, Bound]:
-        """Returns the limits of a_c, of the figures of the training, and of the measured cosines."""
-        shares = {IDLE: Bound(largest=1.0), WITHOUT: Bound(largest=1.0), RATIO: Bound(), STEP_SIZE: Bound(largest=1e3)}
-        experts = sum(layer.num_experts for layer in model.moe)
-        return {
-            UTILISATION: Bound(largest=1.0, total=client.budget.active_experts),
-            **{f"{TRAINING}/{name}": bound for name, bound in shares.items()},
-            f"{COSINE}/values": Bound(largest=1.001),
-            f"{COSINE}/measured": Bound(largest=float(experts)),
-        }
-
-    def deploy(self, state: Payload, model: ModelInfo, budget: Budget) -> Deployment:
+    def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the global Theta and phi with the budget's K."""
         return Deployment(self.plan(model, budget), {**state.part(ADAPTER), **state.part(PHI)})
-
-    def excerpt(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Returns the state without the record of participants, and without figures of budgets, which may be of one."""
-        figures = [name for name in state.tensors if name.startswith(f"{FIGURES}/")]
-        return state.without(f"{SERVER}/{HOLDERS}", *figures)
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> UbSmoe:
         """Returns itself, or a method that sends G~ to all clients if Theta is rounded, which hides small moves."""

@@ -39,7 +39,7 @@ def observations(state: Payload, model: ModelInfo) -> list[Observation]:
         rows = [*layers, "all layers"]
         figures.append(Observation("cosine of the pseudo-gradient", cosine["values"], rows))
         figures.append(Observation("clients that measured the cosine", cosine["measured"], rows))
-    figures += by_budget(state.part(FIGURES), layers)
+    figures += by_budget(state.part(f"{SERVER}/{FIGURES}"), layers)
     if state.part(PSEUDO_GRADIENT):
         lost = state.tensors[f"{SERVER}/{LOST}"].reshape(1)
         figures.append(Observation("clients that lost their memory", lost, ["clients"]))
@@ -48,10 +48,12 @@ def observations(state: Payload, model: ModelInfo) -> list[Observation]:
 
 def by_budget(figures: Mapping[str, Tensor], layers: Sequence[str]) -> list[Observation]:
     """Returns the share of idle expert-steps, and the size of what was injected, of every layer and budget."""
-    budgets = sorted({name.rpartition("/")[0] for name in figures})
+    budgets = sorted({name.partition("/")[0] for name in figures})
     titles = {IDLE: "share of expert-steps without tokens", RATIO: "injected pseudo-gradient over own gradient, norms"}
     return [
-        Observation(title, torch.stack([figures[f"{budget}/{name}"] for budget in budgets], dim=1), layers, budgets)
+        Observation(
+            title, torch.stack([figures[f"{budget}/{FIGURES}/{name}"] for budget in budgets], dim=1), layers, budgets
+        )
         for name, title in titles.items()
         if budgets
     ]
