@@ -139,9 +139,9 @@ def test_an_actor_trains_from_plain_values_and_bytes(actor, flame):
     summary, payloads = actor.train(job, encode(flame.download(state, model, who)), nothing, nothing)
     assert summary["reports"][0]["steps"] == SETTINGS.steps
     trained = decode_result(summary["reports"][0], *payloads)
-    assert {name: tuple(t.shape) for name, t in trained.upload.tensors.items()} == dict(
-        flame.schema(model, who, flame.download(state, model, who)).tensors
-    )
+    assert {name: tuple(t.shape) for name, t in trained.upload.tensors.items()} == flame.schema(
+        model, who, flame.download(state, model, who)
+    ).shapes
     assert trained.left is None
     assert actor.cohort_size(job) == 1
 

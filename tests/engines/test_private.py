@@ -23,6 +23,7 @@ from fedguild.privacy.dp.accounting import Release
 from fedguild.privacy.dp.clipping import clipped
 from fedguild.privacy.dp.noise import Noise
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
+from tests.methods.llama import llama_1b
 
 CLIENT = ClientInfo(2, Budget("all", 0, 2), 10)
 RECEIVED = {"adapter/a": torch.tensor([1.0, 2.0]), "adapter/b": torch.tensor([[3.0]])}
@@ -60,7 +61,7 @@ def answer(
     own: PrivacyRules, upload: dict[str, torch.Tensor] | None = TRAINED, received: Mapping[str, Scalar] = MERGED
 ) -> Delivery:
     engine = PrivateEngine(Answering(upload), own, lambda task: Noise(b"key").child(task.round), lambda client: 10)
-    (delivery,) = engine.train(METHOD, None, [Task(4, CLIENT, Payload(RECEIVED, received))])  # type: ignore[arg-type]
+    (delivery,) = engine.train(METHOD, llama_1b(), [Task(4, CLIENT, Payload(RECEIVED, received))])
     return delivery
 
 

@@ -50,7 +50,7 @@ OPTIONS = {"--engine": "--launcher"}
 STATE = {
     "^merge_holders$": "server/merge_holders",
     "^rescaler/([^/]+)/": r"budget/\1/rescaler/",
-    "^figures/([^/]+)/": r"server/figures/\1/figures/",
+    "^figures/([^/]+)/(idle|ratio)$": r"server/figures/\1/figures/\2",
 }
 """Pattern of the name of a tensor in a state of 0.3 -> its name now."""
 
