@@ -30,7 +30,7 @@ RECEIVED = {"adapter/a": torch.tensor([1.0, 2.0]), "adapter/b": torch.tensor([[3
 TRAINED = {"adapter/a": torch.tensor([4.0, 2.0]), "adapter/b": torch.tensor([[7.0]])}
 """A change of norm 5."""
 MERGED = {"merge_version": 1}
-METHOD = build_method("fedex-lora", {})
+METHOD = build_method("fedex-lora", {"targets": ["attention"]})
 """Its uploads say which version of the backbone they were trained on."""
 
 
