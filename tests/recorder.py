@@ -125,7 +125,10 @@ HALF = {"federation": {"clients": 6, "rounds": 4, "client_fraction": 0.5}}
 ALONE = {"federation": {"cohort_size": 1}}
 
 FLOWER = {"federation": {"engine": {"name": "flower"}}, "evaluation": {"pooled": False}}
-FLOWER_SECURE = {**FLOWER, "federation": {**FLOWER["federation"], "secure": True, "secure_disclose": ["scores"]}}
+FLOWER_SECURE = {
+    "federation": {**FLOWER["federation"], "secure": True},
+    "evaluation": dict.fromkeys(("clients", "trained", "received", "pooled"), False),
+}
 NOISE = {"unit": "client", "clip": 0.5, "noise_multiplier": 0.3, "public": ["scores"]}
 CENTRAL_NOISE = {**NOISE, "trust_model": "central"}
 
@@ -467,7 +470,7 @@ def record_run(label: str, models: Path) -> Facts:
             config = load_config(str(path))
             if config.federation.engine.name == "flower":
                 with redirect_stdout(io.StringIO()):
-                    driven = drive(config, folder, wait_seconds=600)
+                    driven = drive(config, folder, server_evaluation=config.federation.secure)
                 if driven.error is not None:
                     raise driven.error
                 folder = driven.folder

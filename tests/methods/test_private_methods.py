@@ -18,13 +18,14 @@ from fedguild.engines.private import PrivateEngine
 from fedguild.model.plan import adapter_shapes
 from fedguild.privacy.dp.noise import Noise
 from fedguild.server.engine import Task
-from fedguild.server.guard import Guard, not_finite
+from fedguild.server.guard import Finite, Held, RobustMean, not_finite
 from fedguild.server.method import Method, Upload
 from fedguild.server.private_mean import PrivateMean
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL
 from tests.methods.test_matrix import CASES, cases, fresh, method_of
 from tests.oracles import robust as oracle
+from tests.server.filtering import through
 
 TRAINING = TrainingSettings(
     optimizer="sgd",
@@ -117,16 +118,12 @@ def test_a_mean_can_be_noised_by_the_server(name: str, tmp_path: Path) -> None:
         assert "rank" not in method_of(name).Settings.model_fields, f"give {name} a case with one rank for all budgets"
         return
     federation = fresh(label, tmp_path)
-    method, model = federation.method, federation.model
+    method = federation.method
     state = federation.start()
-    pairs = [(upload, method.download(state, model, upload.client)) for upload in federation.train(state)]
-    rejected: list[str] = []
-    mean = PrivateMean(0.1, 1.0, Noise(b"key"))
-    after = mean.aggregate(
-        method, state, pairs, lambda upload, reason: rejected.append(reason), round_index=1, wanted=len(pairs)
-    )
+    uploads = federation.train(state)
+    after, rejected = through([PrivateMean(0.1, 1.0, Noise(b"key"))], method, state, uploads, wanted=len(uploads))
     assert not rejected
-    for key in {key for upload, _ in pairs for key in upload.payload.part(ADAPTER)}:
+    for key in {key for upload in uploads for key in upload.payload.part(ADAPTER)}:
         moved = after.part(ADAPTER)[key].ne(state.part(ADAPTER)[key])
         assert bool(moved.all()), key
 
@@ -139,16 +136,13 @@ def test_a_robust_estimate_can_take_a_means_place(name: str, tmp_path: Path) -> 
         assert "rank" not in method_of(name).Settings.model_fields, f"give {name} a case with one rank for all budgets"
         return
     federation = fresh(label, tmp_path)
-    method, model = federation.method, federation.model
+    method = federation.method
     state = federation.start()
     uploads = federation.train(state)
     last = uploads[-1]
     far = {key: value + 1e3 if key.startswith(f"{ADAPTER}/") else value for key, value in last.payload.tensors.items()}
     uploads = [*uploads[:-1], replace(last, payload=Payload(far, last.payload.scalars))]
-    pairs = [(upload, method.download(state, model, upload.client)) for upload in uploads]
-    rejected: list[str] = []
-    guard = Guard(tmp_path / "spool", norm_factor=None, robust="median")
-    after = guard.aggregate(method, state, pairs, lambda upload, reason: rejected.append(reason))
+    after, rejected = through([Held(tmp_path / "spool"), Finite(), RobustMean("median")], method, state, uploads)
     assert not rejected
     assert last.payload.part(ADAPTER)
     expected = {}

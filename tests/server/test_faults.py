@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
@@ -111,9 +112,11 @@ def state(method, model) -> Payload:
 
 @pytest.fixture
 def play(method, state, model):
-    def run(engine: Scripted, accepted_before: Sequence[int] = (), again=None, private_mean=None, **rules) -> Outcome:
+    def run(
+        engine: Scripted, accepted_before: Sequence[int] = (), again=None, filters=(), largest=math.inf, **rules
+    ) -> Outcome:
         settings = RULES.model_copy(update=rules)
-        setup = RoundSetup(method, model, engine, settings, 3, private_mean, again)
+        setup = RoundSetup(method, model, engine, settings, 3, filters, None if filters else math.inf, again)
         return run_round(ROUND, state, CLIENTS, setup, accepted_before)
 
     return run
@@ -175,7 +178,7 @@ def test_a_client_that_fails_once_is_asked_again_and_nothing_is_lost(play, metho
 def test_before_central_noise_an_upload_that_is_not_finite_counts_as_nothing_and_is_not_told(play, state):
     """The others change every value by 1, 3, 4, 5 and 6."""
     quiet = PrivateMean(clip=1e6, noise_multiplier=1e-14, noise=Noise(b"key"))
-    outcome = play(Scripted({1: "nan"}), private_mean=quiet, quorum=1.0)
+    outcome = play(Scripted({1: "nan"}), filters=[quiet], quorum=1.0)
     assert outcome.rejected == {}
     assert outcome.accepted == [0, 1, 2, 3, 4, 5]
     assert moved(outcome, state) == pytest.approx(19 / 6, abs=1e-4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,22 @@ from fedguild.core.errors import QuorumError, UploadError
 from fedguild.core.payload import Payload
 from fedguild.methods import build_method
 from fedguild.methods.fedprox import FedProx
-from fedguild.server.guard import Guard, change_norms, largest_value, not_finite, robust_centre
+from fedguild.server.guard import (
+    KEY_REVOKED,
+    Finite,
+    Held,
+    NormBound,
+    NotRevoked,
+    RobustMean,
+    change_norms,
+    largest_value,
+    not_finite,
+    robust_centre,
+)
 from fedguild.server.method import Upload
+from fedguild.server.round import Filter
 from tests.oracles import robust as oracle
+from tests.server.filtering import Rejected, through
 
 START = torch.tensor([[1.0, -2.0], [0.5, 4.0]])
 STATE = Payload({"adapter/x": START})
@@ -43,45 +56,45 @@ def method(kind: type[FedProx] = FedProx) -> FedProx:
     return kind(build_method("fedprox", {}).settings)
 
 
-def uploads(*values: Tensor, examples: Sequence[int] = EXAMPLES) -> list[tuple[Upload, Payload]]:
+def uploads(*values: Tensor, examples: Sequence[int] = EXAMPLES) -> list[Upload]:
     clients = [ClientInfo(index, Budget("all", 0, 2), examples[index]) for index in range(len(values))]
     return [
-        (Upload(3, client, Payload({"adapter/x": value})), STATE) for client, value in zip(clients, values, strict=True)
+        Upload(3, client, Payload({"adapter/x": value}), STATE) for client, value in zip(clients, values, strict=True)
     ]
 
 
-def moved(*changes: float) -> list[tuple[Upload, Payload]]:
+def moved(*changes: float) -> list[Upload]:
     generator = torch.Generator().manual_seed(0)
     return uploads(*(START + change * torch.randn(2, 2, generator=generator) for change in changes))
 
 
-class Rejected(dict[int, str]):
-    def __call__(self, upload: Upload, reason: str) -> None:
-        self[upload.client.index] = reason
-
-
 def aggregate(
-    folder: Path, given: list[tuple[Upload, Payload]], kind: type[FedProx] = FedProx, **options: Any
+    folder: Path, given: list[Upload], *filters: Filter, kind: type[FedProx] = FedProx, bounded: Collection[str] = ()
 ) -> tuple[Tensor, Rejected]:
-    rejected = Rejected()
-    state = Guard(folder / "spool", **options).aggregate(method(kind), STATE, given, rejected)
+    state, rejected = through([Held(folder / "spool"), *filters], method(kind), STATE, given, bounded=bounded)
     assert not list((folder / "spool").iterdir()), "uploads stay on disk"
     return state.tensors["adapter/x"], rejected
 
 
-def plain(given: list[tuple[Upload, Payload]]) -> Tensor:
-    return method().aggregate(STATE, [upload for upload, _ in given]).tensors["adapter/x"]
+def plain(given: list[Upload]) -> Tensor:
+    return method().aggregate(STATE, given).tensors["adapter/x"]
 
 
 def test_honest_uploads_are_aggregated_to_the_same_bits(tmp_path: Path) -> None:
-    found, rejected = aggregate(tmp_path, moved(*CHANGES))
+    found, rejected = aggregate(tmp_path, moved(*CHANGES), NotRevoked(lambda client: False), NormBound(), Finite())
     assert torch.equal(found, plain(moved(*CHANGES)))
     assert not rejected
 
 
+def test_nothing_of_a_client_whose_key_was_revoked_is_used(tmp_path: Path) -> None:
+    found, rejected = aggregate(tmp_path, moved(*CHANGES), NotRevoked(lambda client: client == 4))
+    assert torch.equal(found, plain(moved(*CHANGES)[:4]))
+    assert rejected == {4: KEY_REVOKED}
+
+
 def test_a_change_far_beyond_the_rounds_median_is_left_out(tmp_path: Path) -> None:
     given = [*moved(*CHANGES[:4]), *uploads(*[START] * 4, START + 1e4)[4:]]
-    found, rejected = aggregate(tmp_path, given)
+    found, rejected = aggregate(tmp_path, given, NormBound())
     assert torch.equal(found, plain(moved(*CHANGES[:4])))
     assert list(rejected) == [4]
     assert "the change of 'adapter' has the norm 2e+04, beyond 10 times the round's median of" in rejected[4]
@@ -90,30 +103,26 @@ def test_a_change_far_beyond_the_rounds_median_is_left_out(tmp_path: Path) -> No
 def test_the_bound_is_the_factor_times_the_median(tmp_path: Path) -> None:
     ones = torch.ones(2, 2) / 2
     given = uploads(START + ones, START + ones, START + ones, START + 3.99 * ones, START + 4.01 * ones)
-    assert list(aggregate(tmp_path, given, norm_factor=4.0)[1]) == [4]
+    assert list(aggregate(tmp_path, given, NormBound(4.0))[1]) == [4]
 
 
 def test_a_large_adapter_that_was_received_is_no_change(tmp_path: Path) -> None:
     """What counts is the distance from the download, not the norm of what is sent."""
     far = Payload({"adapter/x": 1e3 * START})
-    given = [(upload, far) for upload, _ in uploads(*(1e3 * START + 0.1 * step for step in range(1, 6)))]
-    assert not aggregate(tmp_path, given)[1]
+    given = uploads(*(1e3 * START + 0.1 * step for step in range(1, 6)))
+    assert not aggregate(tmp_path, [replace(upload, download=far) for upload in given], NormBound())[1]
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_few_uploads_are_not_compared(count: int, tmp_path: Path) -> None:
     changes = (0.1, 0.1, 1e4)[-count:]
-    assert not aggregate(tmp_path, moved(*changes))[1]
-
-
-def test_no_factor_is_no_bound(tmp_path: Path) -> None:
-    assert not aggregate(tmp_path, moved(0.1, 0.1, 0.1, 0.1, 1e4), norm_factor=None)[1]
+    assert not aggregate(tmp_path, moved(*changes), NormBound())[1]
 
 
 def test_an_upload_that_breaks_the_aggregation_is_the_one_that_is_left_out(tmp_path: Path) -> None:
     """Not the honest one with the largest change."""
     good = [START + 0.1, START + 20.0, START - 0.1, START + 0.2]
-    found, rejected = aggregate(tmp_path, uploads(*good, torch.full((2, 2), 13.0)), Sensitive, norm_factor=None)
+    found, rejected = aggregate(tmp_path, uploads(*good, torch.full((2, 2), 13.0)), Finite(), kind=Sensitive)
     assert torch.equal(found, plain(uploads(*good)))
     assert list(rejected) == [4]
     assert rejected[4].startswith(
@@ -125,12 +134,12 @@ def test_an_upload_that_breaks_the_aggregation_is_the_one_that_is_left_out(tmp_p
 def test_uploads_that_break_it_together_go_one_by_one(tmp_path: Path) -> None:
     good = [START + 0.1, START - 0.1, START + 0.2]
     sevens = [torch.full((2, 2), 7.0), torch.full((2, 2), 7.0)]
-    found, rejected = aggregate(tmp_path, uploads(*good, *sevens), Sensitive, norm_factor=None)
+    found, rejected = aggregate(tmp_path, uploads(*good, *sevens), Finite(), kind=Sensitive)
     assert list(rejected) == [3]
     assert rejected[3] == "the aggregate with it has NaN or infinity in 'adapter/x'"
     assert torch.equal(
         found,
-        method().aggregate(STATE, [u for u, _ in uploads(*good, *sevens) if u.client.index != 3]).tensors["adapter/x"],
+        plain([upload for upload in uploads(*good, *sevens) if upload.client.index != 3]),
     )
 
 
@@ -141,7 +150,7 @@ def test_a_method_that_never_gets_a_finite_state_is_an_error(tmp_path: Path) -> 
             return Payload({"adapter/x": torch.full((2, 2), math.inf)})
 
     with pytest.raises(QuorumError, match="cannot be computed: has NaN or infinity in 'adapter/x'"):
-        aggregate(tmp_path, moved(*CHANGES), Broken)
+        aggregate(tmp_path, moved(*CHANGES), Finite(), kind=Broken)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
@@ -161,9 +170,9 @@ def test_tensors_of_unequal_shapes_have_no_robust_centre() -> None:
 @pytest.mark.parametrize("kind", ["median", "trimmed_mean"])
 def test_a_robust_centre_takes_the_means_place(kind: Any, tmp_path: Path) -> None:
     given = moved(0.1, 0.3, 0.2, -0.2, 1e5)
-    values = [upload.payload.tensors["adapter/x"] for upload, _ in given]
+    values = [upload.payload.tensors["adapter/x"] for upload in given]
     expected = oracle.median(values) if kind == "median" else oracle.trimmed_mean(values, 0.2)
-    found, rejected = aggregate(tmp_path, given, robust=kind, norm_factor=None)
+    found, rejected = aggregate(tmp_path, given, RobustMean(kind))
     torch.testing.assert_close(found.double(), expected)
     assert float((found - START).abs().max()) < 1.0
     assert not rejected
@@ -171,8 +180,8 @@ def test_a_robust_centre_takes_the_means_place(kind: Any, tmp_path: Path) -> Non
 
 def test_clipped_changes_have_the_rounds_median_norm_at_most(tmp_path: Path) -> None:
     given = moved(0.1, 0.3, 0.2, -0.2, 1e5)
-    values = [upload.payload.tensors["adapter/x"] for upload, _ in given]
-    found, _ = aggregate(tmp_path, given, robust="clipped", norm_factor=None)
+    values = [upload.payload.tensors["adapter/x"] for upload in given]
+    found, _ = aggregate(tmp_path, given, RobustMean("clipped"))
     expected = oracle.clipped_mean(START, values, EXAMPLES)
     torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -193,15 +202,13 @@ def test_norms_are_of_the_change_by_part() -> None:
 
 def test_a_part_that_the_download_lacks_is_compared_unless_it_has_a_bound(tmp_path: Path) -> None:
     given = [
-        (replace(upload, payload=Payload({**upload.payload.tensors, "own/s": torch.tensor([size])})), download)
-        for (upload, download), size in zip(moved(*CHANGES), (1.0, 1.0, 2.0, 1.0, 50.0), strict=True)
+        replace(upload, payload=Payload({**upload.payload.tensors, "own/s": torch.tensor([size])}))
+        for upload, size in zip(moved(*CHANGES), (1.0, 1.0, 2.0, 1.0, 50.0), strict=True)
     ]
-    found, rejected = Rejected(), Rejected()
-    Guard(tmp_path).aggregate(method(), STATE, given, found)
-    assert list(found) == [4]
-    assert "the change of 'own' has the norm 50" in found[4]
-    Guard(tmp_path).aggregate(method(), STATE, given, rejected, {"own/s"})
-    assert not rejected
+    _, rejected = aggregate(tmp_path, given, NormBound())
+    assert list(rejected) == [4]
+    assert "the change of 'own' has the norm 50" in rejected[4]
+    assert not aggregate(tmp_path, given, NormBound(), bounded={"own/s"})[1]
 
 
 def test_values_that_are_not_finite_are_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,30 +16,23 @@ from fedguild.privacy.dp.clipping import clipped
 from fedguild.privacy.dp.noise import Noise
 from fedguild.server.method import Upload
 from fedguild.server.private_mean import PrivateMean, digest_of
+from tests.server.filtering import through
 
 START = torch.tensor([[1.0, -2.0], [0.5, 4.0]])
 STATE = Payload({"adapter/x": START})
 QUIET = PrivateMean(clip=1.0, noise_multiplier=1e-12, noise=Noise(b"key"))
 
 
-def uploads(*changes: Tensor, examples: Sequence[int] = (10, 20, 30)) -> list[tuple[Upload, Payload]]:
+def uploads(*changes: Tensor, examples: Sequence[int] = (10, 20, 30)) -> list[Upload]:
     clients = [ClientInfo(index, Budget("all", 0, 2), examples[index]) for index in range(len(changes))]
     return [
-        (Upload(3, client, Payload({"adapter/x": START + change})), STATE)
+        Upload(3, client, Payload({"adapter/x": START + change}), STATE)
         for client, change in zip(clients, changes, strict=True)
     ]
 
 
-def aggregate(mean: PrivateMean, given: list[tuple[Upload, Payload]], wanted: int = 3) -> tuple[Tensor, dict[int, str]]:
-    rejected: dict[int, str] = {}
-    state = mean.aggregate(
-        build_method("fedavg", {}),
-        STATE,
-        given,
-        lambda upload, reason: rejected.update({upload.client.index: reason}),
-        round_index=3,
-        wanted=wanted,
-    )
+def aggregate(mean: PrivateMean, given: list[Upload], wanted: int = 3) -> tuple[Tensor, dict[int, str]]:
+    state, rejected = through([mean], build_method("fedavg", {}), STATE, given, wanted=wanted)
     return state.tensors["adapter/x"], rejected
 
 
@@ -80,8 +74,7 @@ def test_another_sum_gets_other_noise() -> None:
 )
 def test_what_has_no_bounded_change_is_rejected(payload: dict[str, Tensor], reason: str) -> None:
     change = torch.tensor([[0.3, 0.0], [0.0, 0.4]])
-    honest, (bad, _) = uploads(change)[0], uploads(change, change)[1]
-    strange = Upload(bad.round, bad.client, Payload(payload))
-    found, rejected = aggregate(QUIET, [honest, (strange, STATE)], wanted=2)
+    honest, bad = uploads(change, change)
+    found, rejected = aggregate(QUIET, [honest, replace(bad, payload=Payload(payload))], wanted=2)
     assert torch.allclose(found, START + change / 2)
     assert reason in rejected[1]

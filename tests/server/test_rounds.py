@@ -20,7 +20,7 @@ from fedguild.methods.fedit import FedIT
 from fedguild.model.info import ModelInfo
 from fedguild.server.diagnosis import SHRINKAGE
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
-from fedguild.server.guard import Guard
+from fedguild.server.guard import Held, NormBound
 from fedguild.server.method import Method
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round
@@ -124,7 +124,7 @@ def test_an_upload_that_the_guard_leaves_out_is_not_diagnosed(method, state, mod
     five = [*CLIENTS, ClientInfo(4, CLIENTS[0].budget, examples=10)]
     engine = Scripted({3: lambda honest: plus(honest, 1e4), 4: nothing})
     rules = FederationSettings(quorum=0.5)
-    far = play(method, state, model, engine, rules, five, protection=Guard(tmp_path), diagnose=True)
+    far = play(method, state, model, engine, rules, five, filters=[Held(tmp_path), NormBound()], diagnose=True)
     assert far.accepted == [0, 1, 2]
     found = {one.name: one.values for one in far.observations}
     assert found[SHRINKAGE].tolist() == pytest.approx([14 / 12] * len(found[SHRINKAGE]))

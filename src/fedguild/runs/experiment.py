@@ -53,14 +53,15 @@ from fedguild.runs.setup import (
     check_config,
     cut_of,
     dropped_of,
+    largest_value,
     make_engine,
     method_of,
     method_record,
     prepare,
     prepare_data,
-    protection_of,
     require_examples,
     require_split,
+    server_filters,
 )
 from fedguild.runs.tracking.sending import Tracking
 from fedguild.server import checkpoint
@@ -311,7 +312,8 @@ class _Rounds:
             engine,
             config.federation,
             config.seed,
-            protection_of(experiment),
+            server_filters(experiment),
+            largest_value(experiment),
             _again(privacy, self.bytes_left),
             config.evaluation.diagnostics,
             self.note,

@@ -1,12 +1,11 @@
-"""Protection of the state against valid uploads that would ruin it.
+"""Protection of the state against valid uploads that would ruin it: filters that compare a round's uploads.
 
-A guarded round writes its valid uploads to disk before it aggregates them, so that it can compare them and aggregate
-again without some of them:
-
-1. The norm of an upload's change is bounded relative to the round's median, part by part.
-2. Where the operator asks for it, the mean over the clients is replaced by a robust estimate.
-3. An aggregate with NaN or infinity, or one that cannot be computed, is never returned: the round is aggregated again
+1. `Held` keeps them on disk until the last has come, so that those that follow can read them more than once.
+2. `NotRevoked` leaves out clients whose key was revoked.
+3. `NormBound` bounds the norm of an upload's change relative to the round's median, part by part.
+4. `Finite` returns no aggregate that has NaN or infinity, or cannot be computed: the round is aggregated again
    without the uploads that did it.
+5. `RobustMean` replaces the mean over the clients by a robust estimate, where the operator asks for it.
 
 Sources: norm bounds, Z. Sun et al., "Can You Really Backdoor Federated Learning?", arXiv 1911.07963, 2019, section 4;
 the coordinate-wise median and trimmed mean, D. Yin et al., "Byzantine-Robust Distributed Learning", ICML 2018,
@@ -16,7 +15,7 @@ Definitions 1 and 2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -30,11 +29,11 @@ from fedguild.core.errors import QuorumError, UploadError
 from fedguild.core.files import make_folder, write_bytes
 from fedguild.core.packing import pack, unpack
 from fedguild.core.payload import ADAPTER, Payload
-from fedguild.server.method import Method
+from fedguild.server.round import Onward, Passage
 from fedguild.server.terms import Upload
 from fedguild.server.validation import unusable
 
-Robust = Literal["none", "trimmed_mean", "median", "clipped"]
+Robust = Literal["trimmed_mean", "median", "clipped"]
 NORM_FACTOR = 10.0
 """How far beyond the round's median the norm of a change may be, where `federation.norm_factor` is auto."""
 FEWEST_COMPARED = 4
@@ -46,175 +45,200 @@ LARGEST_TRAINED = 100.0
 KEY_REVOKED = "its key was revoked"
 """Why nothing of a client is used any more, whenever it came."""
 
-Reject = Callable[[Upload, str], None]
-"""Records that an upload is not aggregated, and why."""
 
+@dataclass(frozen=True)
+class Held:
+    """Holds a round's uploads on disk until the last has come.
 
-@dataclass(frozen=True, eq=False)
-class _Spooled:
-    """A valid upload on disk; `norms` are the L2 norms of its change by part."""
-
-    upload: Upload
-    download: Payload
-    path: Path
-    norms: Mapping[str, float]
-
-    def beyond(self, medians: Mapping[str, float]) -> float:
-        """Returns the largest of its norms as a multiple of the part's median."""
-        ratios = [self.norms.get(part, 0.0) / middle if middle else math.inf for part, middle in medians.items()]
-        return max(ratios, default=0.0)
-
-
-class Guard:
-    """The protection of one run's state.
-
-    Args:
-        folder: Where uploads wait until their round is complete; emptied when it begins and when it ends.
-        norm_factor: The largest norm of a part's change, as a multiple of the round's median; None for no bound.
-        robust: The estimate in place of the mean over the clients.
-        trim: Share of the clients that `trimmed_mean` leaves out at either end of each value.
-        largest_value: The largest magnitude in an upload; None for no bound.
-        revoked: Returns whether a client's key was revoked, perhaps after its upload came.
+    Attributes:
+        folder: Where they wait; emptied when a round begins and when it ends.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        norm_factor: float | None = NORM_FACTOR,
-        robust: Robust = "none",
-        trim: float = 0.2,
-        largest_value: float | None = LARGEST_VALUE,
-        revoked: Callable[[int], bool] = lambda client: False,
-    ) -> None:
-        self.folder = folder
-        self.norm_factor = norm_factor
-        self.robust = robust
-        self.trim = trim
-        self.largest_value = largest_value
-        self.revoked = revoked
+    folder: Path
 
-    def aggregate(
-        self,
-        method: Method,
-        state: Payload,
-        uploads: Iterable[tuple[Upload, Payload]],
-        reject: Reject,
-        bounded: Collection[str] = (),
-    ) -> Payload:
-        """Returns the next state, which is finite.
-
-        Args:
-            method: The method.
-            state: The state before the round.
-            uploads: The round's valid uploads, each with the download that it answers.
-            reject: Records an upload that is left out.
-            bounded: Names of tensors with a bound of their own, whose norms are not compared.
-
-        Raises:
-            QuorumError: without any upload the aggregate is no better.
-        """
+    def __call__(self, uploads: Iterable[Upload], passage: Passage, onward: Onward) -> Payload:
         self._clear()
         try:
-            spooled = [self._spool(number, *pair, bounded) for number, pair in enumerate(uploads)]
-            spooled = self._within_bound(self._not_revoked(spooled, reject), reject)
-            while True:
-                aggregate, fault = self._attempt(method, state, spooled)
-                if aggregate is not None:
-                    return aggregate
-                if not spooled:
-                    raise QuorumError(f"The state after this round cannot be computed: {fault}.")
-                guilty = self._guilty(method, state, spooled)
-                for entry in guilty:
-                    reject(entry.upload, f"the aggregate with it {fault}")
-                spooled = [entry for entry in spooled if entry not in guilty]
+            return onward([self._written(number, upload) for number, upload in enumerate(uploads)])
         finally:
             self._clear()
 
-    def _spool(self, number: int, upload: Upload, download: Payload, bounded: Collection[str]) -> _Spooled:
+    def _written(self, number: int, upload: Upload) -> Upload:
         path = self.folder / f"{number:05d}-client-{upload.client.index:05d}.upload"
         write_bytes(path, pack(upload.payload.tensors, upload.payload.scalars))
-        norms = change_norms(upload.payload, download, bounded)
-        return _Spooled(replace(upload, payload=Payload()), download, path, norms)
-
-    def _not_revoked(self, spooled: Sequence[_Spooled], reject: Reject) -> list[_Spooled]:
-        kept = []
-        for entry in spooled:
-            if self.revoked(entry.upload.client.index):
-                reject(entry.upload, KEY_REVOKED)
-            else:
-                kept.append(entry)
-        return kept
-
-    def _within_bound(self, spooled: Sequence[_Spooled], reject: Reject) -> list[_Spooled]:
-        """Returns the uploads whose changes are within the bound; rejects the others."""
-        if self.norm_factor is None:
-            return list(spooled)
-        medians = _medians(spooled)
-        kept = []
-        for entry in spooled:
-            beyond = [
-                part for part, middle in medians.items() if entry.norms.get(part, 0.0) > self.norm_factor * middle
-            ]
-            if beyond:
-                part = max(beyond, key=lambda name: entry.norms[name])
-                reject(
-                    entry.upload,
-                    f"the change of '{part}' has the norm {entry.norms[part]:.4g}, beyond {self.norm_factor:g} times "
-                    f"the round's median of {medians[part]:.4g} (federation.norm_factor)",
-                )
-            else:
-                kept.append(entry)
-        return kept
-
-    def _attempt(self, method: Method, state: Payload, spooled: Sequence[_Spooled]) -> tuple[Payload | None, str]:
-        """Returns the aggregate, or None and what is wrong with it, as a verb phrase."""
-        try:
-            aggregate = method.aggregate(state, self._read(spooled))
-        except Exception as error:
-            return None, f"cannot be computed ({unusable(error)})"
-        broken = not_finite(aggregate)
-        return (None, f"has NaN or infinity in '{broken}'") if broken else (aggregate, "")
-
-    def _guilty(self, method: Method, state: Payload, spooled: Sequence[_Spooled]) -> list[_Spooled]:
-        """Returns the uploads that ruin the aggregate alone; if there are none, the one furthest beyond a median."""
-        alone = [entry for entry in spooled if self._attempt(method, state, [entry])[0] is None]
-        medians = _medians(spooled, fewest=1)
-        return alone or [max(spooled, key=lambda entry: entry.beyond(medians))]
-
-    def _read(self, spooled: Sequence[_Spooled]) -> Iterator[Upload]:
-        """Yields the uploads in the order in which they came, one in memory at a time."""
-        centre = self._centre(spooled)
-        limits = _medians(spooled, fewest=1) if self.robust == "clipped" else {}
-        for entry in spooled:
-            payload = Payload(*unpack(entry.path.read_bytes()))
-            tensors = {**payload.tensors, **{name: centre[name] for name in payload.tensors if name in centre}}
-            for part, limit in limits.items():
-                if entry.norms.get(part, 0.0) > limit:
-                    tensors |= _shortened(
-                        payload.part(part), entry.download.part(part), part, limit / entry.norms[part]
-                    )
-            yield replace(entry.upload, payload=Payload(tensors, payload.scalars))
-
-    def _centre(self, spooled: Sequence[_Spooled]) -> dict[str, Tensor]:
-        """Returns name -> robust estimate of every adapter tensor over its holders; none for a mean."""
-        if self.robust not in ("trimmed_mean", "median"):
-            return {}
-        holders: dict[str, list[Path]] = {}
-        for entry in spooled:
-            with safe_open(entry.path, framework="pt") as file:
-                for name in list(file.keys()):
-                    if name.startswith(f"{ADAPTER}/"):
-                        holders.setdefault(name, []).append(entry.path)
-        return {
-            name: robust_centre([_tensor(path, name) for path in paths], self.robust, self.trim)
-            for name, paths in holders.items()
-        }
+        return replace(upload, payload=Payload(_OnDisk(path), upload.payload.scalars))
 
     def _clear(self) -> None:
         make_folder(self.folder)
         for leftover in self.folder.iterdir():
             leftover.unlink()
+
+
+@dataclass(frozen=True)
+class _OnDisk(Mapping[str, Tensor]):
+    """The tensors in a file, read when they are asked for."""
+
+    path: Path
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in set(self):
+            raise KeyError(name)
+        with safe_open(self.path, framework="pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        with safe_open(self.path, framework="pt") as file:
+            names = list(file.keys())
+        return iter(names)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def items(self) -> ItemsView[str, Tensor]:
+        """All of them, read at once."""
+        return unpack(self.path.read_bytes())[0].items()
+
+
+@dataclass(frozen=True)
+class NotRevoked:
+    """Leaves out clients whose key was revoked, perhaps after their uploads came.
+
+    Attributes:
+        revoked: Returns whether a client's key was revoked.
+    """
+
+    revoked: Callable[[int], bool]
+
+    def __call__(self, uploads: Iterable[Upload], passage: Passage, onward: Onward) -> Payload:
+        kept = []
+        for upload in uploads:
+            if self.revoked(upload.client.index):
+                passage.withdraw(upload, KEY_REVOKED)
+            else:
+                kept.append(upload)
+        return onward(kept)
+
+
+@dataclass(frozen=True)
+class NormBound:
+    """Leaves out uploads whose change is beyond the bound.
+
+    Attributes:
+        factor: The largest norm of a part's change, as a multiple of the round's median.
+    """
+
+    factor: float = NORM_FACTOR
+
+    def __call__(self, uploads: Iterable[Upload], passage: Passage, onward: Onward) -> Payload:
+        measured = [(upload, norms_of(upload, passage)) for upload in uploads]
+        medians = _medians(norms for _, norms in measured)
+        kept = []
+        for upload, norms in measured:
+            beyond = [part for part, middle in medians.items() if norms.get(part, 0.0) > self.factor * middle]
+            if beyond:
+                part = max(beyond, key=norms.__getitem__)
+                passage.withdraw(
+                    upload,
+                    f"the change of '{part}' has the norm {norms[part]:.4g}, beyond {self.factor:g} times "
+                    f"the round's median of {medians[part]:.4g} (federation.norm_factor)",
+                )
+            else:
+                kept.append(upload)
+        return onward(kept)
+
+
+class Finite:
+    """Returns a finite state, if need be without the uploads that ruin it."""
+
+    def __call__(self, uploads: Iterable[Upload], passage: Passage, onward: Onward) -> Payload:
+        """Tries the aggregate of all uploads, then of those that are left.
+
+        Raises:
+            QuorumError: without any upload the aggregate is no better.
+        """
+        left = list(uploads)
+        while True:
+            state, fault = _attempt(onward, left)
+            if state is not None:
+                return state
+            if not left:
+                raise QuorumError(f"The state after this round cannot be computed: {fault}.")
+            guilty = [upload for upload in left if _attempt(onward, [upload])[0] is None] or [_furthest(left, passage)]
+            for upload in guilty:
+                passage.withdraw(upload, f"the aggregate with it {fault}")
+            left = [upload for upload in left if not any(upload is one for one in guilty)]
+
+
+@dataclass(frozen=True)
+class RobustMean:
+    """A robust estimate in place of the mean over the clients.
+
+    Attributes:
+        robust: The estimate: of all clients' adapters, or of changes clipped to the round's median norm.
+        trim: Share of the clients that `trimmed_mean` leaves out at either end of each value.
+    """
+
+    robust: Robust
+    trim: float = 0.2
+
+    def __call__(self, uploads: Iterable[Upload], passage: Passage, onward: Onward) -> Payload:
+        given = list(uploads)
+        return onward(self._clipped(given, passage) if self.robust == "clipped" else self._centred(given, self.robust))
+
+    def _centred(self, uploads: Sequence[Upload], robust: Literal["trimmed_mean", "median"]) -> Iterator[Upload]:
+        """Yields uploads with the robust estimate of every adapter tensor over its holders, in its place."""
+        holders: dict[str, list[Upload]] = {}
+        for upload in uploads:
+            for name in upload.payload.tensors:
+                if name.startswith(f"{ADAPTER}/"):
+                    holders.setdefault(name, []).append(upload)
+        centre = {
+            name: robust_centre([upload.payload.tensors[name] for upload in each], robust, self.trim)
+            for name, each in holders.items()
+        }
+        for upload in uploads:
+            tensors = {name: centre.get(name, tensor) for name, tensor in upload.payload.tensors.items()}
+            yield replace(upload, payload=Payload(tensors, upload.payload.scalars))
+
+    def _clipped(self, uploads: Sequence[Upload], passage: Passage) -> Iterator[Upload]:
+        """Yields uploads whose change of a part has at most the round's median norm."""
+        measured = [norms_of(upload, passage) for upload in uploads]
+        limits = _medians(measured, fewest=1)
+        for upload, norms in zip(uploads, measured, strict=True):
+            payload = Payload(dict(upload.payload.tensors.items()), upload.payload.scalars)
+            tensors = dict(payload.tensors)
+            for part, limit in limits.items():
+                if norms.get(part, 0.0) > limit:
+                    tensors |= _shortened(payload.part(part), upload.download.part(part), part, limit / norms[part])
+            yield replace(upload, payload=Payload(tensors, payload.scalars))
+
+
+def _attempt(onward: Onward, uploads: Sequence[Upload]) -> tuple[Payload | None, str]:
+    """Returns the aggregate, or None and what is wrong with it, as a verb phrase."""
+    try:
+        aggregate = onward(uploads)
+    except Exception as error:
+        return None, f"cannot be computed ({unusable(error)})"
+    broken = not_finite(aggregate)
+    return (None, f"has NaN or infinity in '{broken}'") if broken else (aggregate, "")
+
+
+def _furthest(uploads: Sequence[Upload], passage: Passage) -> Upload:
+    """Returns the upload whose change is the largest multiple of a part's median norm."""
+    measured = [norms_of(upload, passage) for upload in uploads]
+    medians = _medians(measured, fewest=1)
+
+    def beyond(norms: Mapping[str, float]) -> float:
+        ratios = [norms.get(part, 0.0) / middle if middle else math.inf for part, middle in medians.items()]
+        return max(ratios, default=0.0)
+
+    return max(zip(uploads, measured, strict=True), key=lambda pair: beyond(pair[1]))[0]
+
+
+def norms_of(upload: Upload, passage: Passage) -> dict[str, float]:
+    """Returns the norms of an upload's change by part, as they are compared."""
+    return change_norms(upload.payload, upload.download, passage.bounded)
 
 
 def change_norms(upload: Payload, download: Payload, bounded: Collection[str] = ()) -> dict[str, float]:
@@ -280,11 +304,11 @@ def largest_value(payload: Payload) -> float:
     return max((math.inf if math.isnan(value) else value for value in magnitudes), default=0.0)
 
 
-def _medians(spooled: Sequence[_Spooled], fewest: int = FEWEST_COMPARED) -> dict[str, float]:
+def _medians(measured: Iterable[Mapping[str, float]], fewest: int = FEWEST_COMPARED) -> dict[str, float]:
     """Returns part -> median of the changes' norms, for the parts that enough uploads have."""
     by_part: dict[str, list[float]] = {}
-    for entry in spooled:
-        for part, norm in entry.norms.items():
+    for norms in measured:
+        for part, norm in norms.items():
             by_part.setdefault(part, []).append(norm)
     return {part: median(norms) for part, norms in by_part.items() if len(norms) >= fewest}
 
@@ -298,9 +322,3 @@ def _shortened(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor], part
             start = torch.zeros_like(tensor)
         shortened[f"{part}/{name}"] = start.to(torch.float32).lerp(tensor.to(torch.float32), by)
     return shortened
-
-
-def _tensor(path: Path, name: str) -> Tensor:
-    with safe_open(path, framework="pt") as file:
-        tensor: Tensor = file.get_tensor(name)
-    return tensor

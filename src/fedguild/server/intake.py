@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import cast
+from math import isfinite
 
 from fedguild.core.accounting import count_traffic, size_bytes
 from fedguild.core.codec import shrunk_shapes
@@ -18,12 +18,10 @@ from fedguild.core.text import printable
 from fedguild.server.diagnosis import Diagnosis
 from fedguild.server.divergence import require_finite_uploads
 from fedguild.server.engine import Delivery, Task, Wait
-from fedguild.server.guard import LARGEST_TRAINED, LARGEST_VALUE, Guard, largest_value
+from fedguild.server.guard import LARGEST_TRAINED, LARGEST_VALUE, largest_value
 from fedguild.server.optimizer import without_momentum
-from fedguild.server.private_mean import PrivateMean
-from fedguild.server.round import Outcome, RoundSetup, Stray
+from fedguild.server.round import Outcome, Passage, RoundSetup, Stray, filtered
 from fedguild.server.sampling import require_quorum
-from fedguild.server.secure_round import Peers, SecureAggregation
 from fedguild.server.terms import Upload
 from fedguild.server.validation import check_size, check_upload, unusable
 
@@ -89,13 +87,6 @@ class Intake:
             self.diagnosis.look_at(upload)
         return upload
 
-    def _with_downloads(self, uploads: Iterable[Upload]) -> Iterator[tuple[Upload, Payload]]:
-        """Yields each upload with the download that it answers."""
-        for upload in uploads:
-            index = upload.client.index
-            task = self.tasks[index] if upload.round == self.outcome.round else self.late[index].task
-            yield upload, task.download
-
     def withdraw(self, upload: Upload, reason: str) -> None:
         """Records that an upload, accepted as it arrived, is not aggregated after all."""
         index, reason = upload.client.index, printable(reason)
@@ -110,38 +101,15 @@ class Intake:
         if self.diagnosis is not None:
             self.diagnosis.forget(upload)
 
-    def protected(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Returns the method's next state by way of the round's protection."""
-        number, protection = self.outcome.round, self.setup.protection
-        if isinstance(protection, SecureAggregation):
-            return self._aggregated_securely(protection, state, list(uploads))
-        answered = self._with_downloads(uploads)
-        if isinstance(protection, PrivateMean):
-            return protection.aggregate(
-                self.method, state, answered, self.withdraw, round_index=number, wanted=self.wanted
-            )
-        assert protection is not None
+    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
+        """Returns the method's next state, of the uploads as the filters pass them on."""
+        if not self.setup.filters:
+            return self.method.aggregate(state, uploads)
         schemas = [
             self.method.schema(self.model, task.client, task.download, task.round) for task in self.tasks.values()
         ]
         bounded = {name for schema in schemas for name, tensor in schema.tensors.items() if tensor.bound is not None}
-        return protection.aggregate(self.method, state, answered, self.withdraw, bounded)
-
-    def _aggregated_securely(self, secure: SecureAggregation, state: Payload, uploads: Sequence[Upload]) -> Payload:
-        """Returns the aggregate of what the clients keep; each client's report becomes the mean over the clients."""
-        outcome, peers = self.outcome, cast(Peers, self.setup.engine)
-        reasons = {self.tasks[index].client.name: reason for index, reason in outcome.rejected.items()}
-        require_quorum(len(self.accepted), self.wanted, self.rules.quorum, reasons)
-        result = secure.aggregate(outcome.round, self.method, state, self.model, peers, uploads)
-        for upload in uploads:
-            index = upload.client.index
-            outcome.traffic[index] = outcome.traffic[index] + result.traffic[index]
-            if index in result.dropped:
-                self.withdraw(upload, result.dropped[index])
-            self.arrived[index] = replace(self.arrived[index], report=result.report, frequency=result.frequency)
-        outcome.faults = {index: printable(fault) for index, fault in result.faults.items()}
-        outcome.bounds = dict(result.bounds)
-        return result.state
+        return filtered(uploads, Passage(self.setup, self.outcome, state, self.wanted, self.withdraw, bounded))
 
     def close(self) -> None:
         """Completes the outcome: every client that was asked is accepted, rejected or not needed.
@@ -158,7 +126,7 @@ class Intake:
         outcome.accepted = sorted(self.accepted)
         outcome.unneeded = sorted(self.unneeded)
         outcome.retried = sorted(self.retried)
-        outcome.deliveries = [self.arrived[index] for index in self.tasks if index in self.arrived]
+        outcome.deliveries = [self._reported(self.arrived[index]) for index in self.tasks if index in self.arrived]
         if self.diagnosis is not None:
             outcome.observations = self.diagnosis.observations(outcome.frequencies())
         reasons = {
@@ -166,6 +134,13 @@ class Intake:
         }
         require_finite_uploads(outcome, reasons)
         require_quorum(len(outcome.accepted), self.wanted, self.rules.quorum, reasons)
+
+    def _reported(self, delivery: Delivery) -> Delivery:
+        """Returns a delivery with the mean report, where it is of a secure round that took it in."""
+        if self.outcome.mean_report is None or not delivery.kept or delivery.task.client.index in self.unneeded:
+            return delivery
+        report, frequency = self.outcome.mean_report
+        return replace(delivery, report=report, frequency=frequency)
 
     def _sorted_in(self, delivery: Delivery) -> Upload | None:
         """Records a delivery; returns its upload if it is to be aggregated now."""
@@ -232,12 +207,10 @@ class Intake:
         if upload is None:
             return NOTHING
         client = task.client.name
-        if isinstance(
-            self.setup.protection, PrivateMean
-        ):  # a rejection would tell of the upload, before there is noise on it
-            upload = Payload(
-                {name: tensor.nan_to_num(0, 0, 0) for name, tensor in upload.tensors.items()}, upload.scalars
-            )
+        largest = self.setup.largest_value
+        if largest is None:
+            tensors = {name: tensor.nan_to_num(0, 0, 0) for name, tensor in upload.tensors.items()}
+            upload = Payload(tensors, upload.scalars)
         try:
             if self.rules.upload_limit_bytes is not None:
                 check_size(self._size_bytes(upload), self.rules.upload_limit_bytes, client=client)
@@ -246,7 +219,7 @@ class Intake:
                 self.method.schema(self.model, task.client, task.download, task.round),
                 client=client,
                 norm_limit=self.rules.max_update_norm,
-                largest_value=guard.largest_value if isinstance(guard := self.setup.protection, Guard) else None,
+                largest_value=largest if largest is not None and isfinite(largest) else None,
             )
         except UploadError as error:
             if isinstance(error, NotFiniteError):

@@ -5,8 +5,8 @@ Algorithm 1 with flat clipping and the fixed-denominator estimator of section 3:
 
     theta + (sum_c clip(theta_c - theta) + N(0, (sigma C)^2)) / W
 
-with W the number of uploads that the round wants, which does not depend on any client's data, and equal weights. It is
-handed to the method's own `aggregate` as every client's adapter, as a mean of equal tensors is that tensor.
+with W the number of uploads that the round wants, which does not depend on any client's data, and equal weights. It
+goes onward as every client's adapter, as a mean of equal tensors is that tensor.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from fedguild.core.errors import UploadError
 from fedguild.core.payload import ADAPTER, Payload, digest_of, with_part
 from fedguild.privacy.dp.clipping import clipped, with_noise
 from fedguild.privacy.dp.noise import Noise
-from fedguild.server.guard import Reject
-from fedguild.server.method import Method
+from fedguild.server.round import Onward, Passage
 from fedguild.server.terms import Upload
 
 
 @dataclass(frozen=True)
 class PrivateMean:
-    """The central mechanism of a run.
+    """The central mechanism of a run, a filter of the server; holds one upload and the sum.
+
+    The method's aggregate is a mean (`Method.is_mean`).
 
     Attributes:
         clip: C.
@@ -40,41 +41,20 @@ class PrivateMean:
     noise_multiplier: float
     noise: Noise
 
-    def aggregate(
-        self,
-        method: Method,
-        state: Payload,
-        uploads: Iterable[tuple[Upload, Payload]],
-        reject: Reject,
-        *,
-        round_index: int,
-        wanted: int,
-    ) -> Payload:
-        """Returns the next state; holds one upload and the sum.
-
-        Args:
-            method: A method whose aggregate is a mean (`Method.is_mean`).
-            state: The state before the round.
-            uploads: The round's valid uploads, each with the download that it answers.
-            reject: Records an upload that is left out.
-            round_index: The round, from 1.
-            wanted: W.
-        """
+    def __call__(self, uploads: Iterable[Upload], passage: Passage, onward: Onward) -> Payload:
         total: dict[str, Tensor] = {}
         kept: list[Upload] = []
-        for upload, download in uploads:
+        for upload in uploads:
             try:
-                change = clipped(change_of(upload.payload, download), self.clip)
+                change = clipped(change_of(upload.payload, upload.download), self.clip)
             except UploadError as error:
-                reject(upload, error.message)
+                passage.withdraw(upload, error.message)
                 continue
             for name, value in change.items():
                 total[name] = total[name] + value if name in total else value
             kept.append(replace(upload, payload=Payload({}, upload.payload.scalars)))
-        mean = self._noisy(total, state.part(ADAPTER), round_index, wanted)
-        return method.aggregate(
-            state, (replace(upload, payload=Payload(mean, upload.payload.scalars)) for upload in kept)
-        )
+        mean = self._noisy(total, passage.state.part(ADAPTER), passage.outcome.round, passage.wanted)
+        return onward(replace(upload, payload=Payload(mean, upload.payload.scalars)) for upload in kept)
 
     def _noisy(
         self, total: Mapping[str, Tensor], before: Mapping[str, Tensor], round_index: int, wanted: int

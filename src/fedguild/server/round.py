@@ -1,13 +1,17 @@
-"""One round: the objects that it is run with, the same in all rounds, and its outcome."""
+"""One round: the objects that it is run with, the same in all rounds, its filters, and its outcome."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial, reduce
+from typing import Protocol
 
 from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
+from fedguild.client.cohort import LocalReport
 from fedguild.config.federation import FederationSettings
 from fedguild.core.accounting import Traffic
 from fedguild.core.payload import Payload
@@ -15,13 +19,21 @@ from fedguild.core.progress import Note, unnoted
 from fedguild.model.info import ModelInfo
 from fedguild.server.clock import Clock
 from fedguild.server.engine import Delivery, Engine
-from fedguild.server.guard import Guard
 from fedguild.server.method import Method, Observation
-from fedguild.server.private_mean import PrivateMean
-from fedguild.server.secure_round import SecureAggregation
+from fedguild.server.terms import Upload
 
 Again = Callable[[int, Sequence[ClientInfo]], Sequence[ClientInfo]]
 """Round and clients -> those of them that may be asked once more."""
+Onward = Callable[[Iterable[Upload]], Payload]
+"""Uploads -> the next state, by the filters that follow and the method's `aggregate`."""
+
+
+class Filter(Protocol):
+    """A protection on the server, one of a list that a round's valid uploads pass on their way to the aggregate."""
+
+    def __call__(self, uploads: Iterable[Upload], passage: Passage, onward: Onward, /) -> Payload:
+        """Returns the next state: `onward` of the uploads, of some of them, or of others in their place."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -34,10 +46,9 @@ class RoundSetup:
         engine: The engine that trains the clients.
         rules: The rules of sampling, quorum and valid uploads.
         seed: The run's seed, for the sampling.
-        protection: What stands between the uploads and the method's own `aggregate`, with `None` nothing. A guard
-            protects the state against valid uploads: the server holds them on disk and aggregates after the last. With
-            secure aggregation the server sees no upload, and the engine is one of its `Peers`. A private mean is
-            central differential privacy.
+        filters: The server's protections, in order.
+        largest_value: Largest magnitude of a value in a valid upload; None where values are not looked at, because a
+            rejection would tell of them before there is noise on them.
         again: Decides before each further attempt who is asked once more; None for everybody whose upload is missing.
         diagnose: Whether to look at what averaging does to the uploads; a round's uploads are then all held.
         note: Takes what happens in a round, for whoever watches.
@@ -48,7 +59,8 @@ class RoundSetup:
     engine: Engine
     rules: FederationSettings
     seed: int
-    protection: Guard | SecureAggregation | PrivateMean | None = None
+    filters: Sequence[Filter] = ()
+    largest_value: float | None = math.inf
     again: Again | None = None
     diagnose: bool = False
     note: Note = unnoted
@@ -88,6 +100,7 @@ class Outcome:
         strays: Unexpected uploads.
         faults: Client index -> what it did wrong in a secure aggregation that the others could make good.
         bounds: Name of a mean of a secure round -> the largest error of fixed point in it.
+        mean_report: The mean over the clients of their reports and activation frequencies, in a secure round.
         observations: What averaging did to the uploads, where that is asked for.
         not_finite: Indices of the clients that sent an upload with NaN or infinity.
         phase_seconds: Wall time by phase.
@@ -105,6 +118,7 @@ class Outcome:
     strays: list[Stray] = field(default_factory=list)
     faults: dict[int, str] = field(default_factory=dict)
     bounds: dict[str, float] = field(default_factory=dict)
+    mean_report: tuple[LocalReport, Tensor | None] | None = None
     observations: list[Observation] = field(default_factory=list)
     not_finite: set[int] = field(default_factory=set)
     phase_seconds: dict[str, float] = field(default_factory=dict)
@@ -129,3 +143,34 @@ class Outcome:
             for delivery in self.deliveries
             if delivery.frequency is not None and delivery.task.client.index in self.accepted
         }
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A round, as its filters know it.
+
+    Attributes:
+        setup: What all rounds of the run have in common.
+        outcome: What is known of the round so far.
+        state: The state before it, without the server's momentum.
+        wanted: The number of uploads that it wants.
+        withdraw: Records that an upload is not aggregated after all, and why.
+        bounded: Names of tensors with a bound of their own, whose norms are not compared.
+    """
+
+    setup: RoundSetup
+    outcome: Outcome
+    state: Payload
+    wanted: int
+    withdraw: Callable[[Upload, str], None]
+    bounded: Collection[str] = ()
+
+
+def filtered(uploads: Iterable[Upload], passage: Passage) -> Payload:
+    """Returns the method's next state, of a round's uploads as the filters of its run pass them on."""
+
+    def before(onward: Onward, filter: Filter) -> Onward:
+        return lambda uploads: filter(uploads, passage, onward)
+
+    aggregate: Onward = partial(passage.setup.method.aggregate, passage.state)
+    return reduce(before, reversed(passage.setup.filters), aggregate)(uploads)

@@ -54,7 +54,7 @@ def run_round(
     intake = Intake(setup, outcome, tasks, wanted, accepted_before)
     with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:
         # aggregate
-        after = method.aggregate(own, uploads) if setup.protection is None else intake.protected(own, uploads)
+        after = intake.aggregate(own, uploads)
         outcome.state = server_step(state, after, step=rules.server_step, momentum=rules.server_momentum)
     # record
     intake.close()

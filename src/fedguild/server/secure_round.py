@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -22,12 +22,15 @@ from fedguild.client.cohort import LocalReport
 from fedguild.core.accounting import Traffic, size_bytes
 from fedguild.core.errors import FedGuildError, QuorumError, UploadError
 from fedguild.core.payload import Payload
+from fedguild.core.text import printable
 from fedguild.model.info import ModelInfo
 from fedguild.privacy.secure_sum.fixed_point import LARGEST_VALUE, Means
 from fedguild.privacy.secure_sum.form import Contribution, Form, LinearMean
 from fedguild.privacy.secure_sum.session import STEPS, Arrays, Session, Step, Unheld
 from fedguild.server.guard import LARGEST_VALUE as LARGEST_SENT
 from fedguild.server.method import Method, secure_form
+from fedguild.server.round import Onward, Passage
+from fedguild.server.sampling import require_quorum
 from fedguild.server.schema import Schema
 from fedguild.server.terms import CLIENTS, EXAMPLES, Contributor, OpenedMeans, Upload
 from fedguild.server.validation import check_upload, unusable
@@ -86,7 +89,7 @@ def unnoted(facts: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class SecureAggregation:
-    """The secure aggregation of a run.
+    """The secure aggregation of a run, the one filter of its server, which sees no upload.
 
     Attributes:
         run: Identity of the run.
@@ -105,6 +108,24 @@ class SecureAggregation:
     unheld: Unheld
     reported: bool = True
     note: Callable[[Mapping[str, Any]], None] = unnoted
+
+    def __call__(self, uploads: Iterable[Upload], passage: Passage, onward: Onward) -> Payload:
+        """Takes the clients that have trained through a session; the engine is one of `Peers`."""
+        given, setup, outcome = list(uploads), passage.setup, passage.outcome
+        names = {client.index: client.name for client in outcome.asked}
+        reasons = {names[index]: reason for index, reason in outcome.rejected.items()}
+        require_quorum(len(given), passage.wanted, setup.rules.quorum, reasons)
+        peers = cast(Peers, setup.engine)
+        result = self.aggregate(outcome.round, setup.method, passage.state, setup.model, peers, given)
+        for upload in given:
+            index = upload.client.index
+            outcome.traffic[index] = outcome.traffic[index] + result.traffic[index]
+            if index in result.dropped:
+                passage.withdraw(upload, result.dropped[index])
+        outcome.mean_report = (result.report, result.frequency)
+        outcome.faults = {index: printable(fault) for index, fault in result.faults.items()}
+        outcome.bounds = dict(result.bounds)
+        return result.state
 
     def aggregate(
         self, round: int, method: Method, state: Payload, model: ModelInfo, peers: Peers, uploads: Sequence[Upload]

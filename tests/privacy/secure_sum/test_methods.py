@@ -89,7 +89,7 @@ class Run:
         engine = LocalEngine(backbone, federation.examples, settings, ClientMemory(self.memory), seed=1)
         self.engine = SecureEngine(engine, BUDGETS, len(clients)) if secure else engine
         session = {"share": 2 / 3, "fewest": 3, "unheld": "omit", **wishes}
-        self.secure = SecureAggregation("run", BUDGETS, **session) if secure else None
+        self.filters = [SecureAggregation("run", BUDGETS, **session)] if secure else []
         self.state = federation.start()
 
     def begin_as(self, other):
@@ -101,7 +101,7 @@ class Run:
 
     def round(self, number, rules=RULES):
         federation = self.federation
-        setup = RoundSetup(federation.method, federation.model, self.engine, rules, 3, self.secure)
+        setup = RoundSetup(federation.method, federation.model, self.engine, rules, 3, self.filters)
         outcome = run_round(number, self.state, federation.clients, setup)
         self.state = outcome.state
         return outcome

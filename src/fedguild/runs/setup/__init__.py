@@ -19,7 +19,7 @@ from fedguild.runs.setup.experiment import Experiment, OwnScope, run_identity
 from fedguild.runs.setup.fitting import budgets_of, fitted, method_of, method_record, tell_fitted
 from fedguild.runs.setup.method_checks import check_config, check_fit
 from fedguild.runs.setup.preparation import load_model, model_of, prepare
-from fedguild.runs.setup.protection import protection_of
+from fedguild.runs.setup.protection import largest_value, server_filters
 
 __all__ = [
     "Experiment",
@@ -34,6 +34,7 @@ __all__ = [
     "dropped_sentences",
     "encoded_texts",
     "fitted",
+    "largest_value",
     "load_model",
     "make_engine",
     "method_of",
@@ -41,9 +42,9 @@ __all__ = [
     "model_of",
     "prepare",
     "prepare_data",
-    "protection_of",
     "require_examples",
     "require_split",
     "run_identity",
+    "server_filters",
     "tell_fitted",
 ]
