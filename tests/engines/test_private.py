@@ -19,7 +19,7 @@ from fedguild.engines.client_report import ClientReport
 from fedguild.engines.private import PrivateEngine
 from fedguild.methods import build_method
 from fedguild.model.plan import AdapterPlan
-from fedguild.privacy.dp.accounting import Release
+from fedguild.privacy.dp.accounting import Release, epsilon
 from fedguild.privacy.dp.clipping import clipped
 from fedguild.privacy.dp.noise import Noise
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
@@ -185,11 +185,11 @@ def test_dp_sgd_divides_by_what_is_expected() -> None:
 def test_a_targets_noise_follows_the_size_only_where_that_is_public() -> None:
     withheld = rules(unit="client", noise_multiplier=None, target_epsilon=2.0)
     assert withheld.noise_multiplier(10) == withheld.noise_multiplier(80)
-    assert 0 < withheld.epsilon_of_all_rounds(10) <= 2.0
+    assert 0 < epsilon([withheld.release(10, withheld.rounds)], withheld.settings.delta) <= 2.0
     assert withheld.said_examples(80) == 1
     sized = rules(unit="example", noise_multiplier=None, target_epsilon=2.0, public=("sizes",))
     assert sized.noise_multiplier(8) > sized.noise_multiplier(400)
-    assert sized.epsilon_of_all_rounds(400) <= 2.0
+    assert epsilon([sized.release(400, sized.rounds)], sized.settings.delta) <= 2.0
 
 
 def test_rules_that_follow_from_a_hidden_size_are_refused() -> None:

@@ -13,7 +13,7 @@ from fedguild.methods.flex import grafted_expert
 from fedguild.methods.flex.grafted_expert import GraftedExpert
 from fedguild.model import chunked_loss, kernels
 from fedguild.model.adapters import dropout, lora
-from fedguild.model.adapters.lora import Lora, slot_product
+from fedguild.model.adapters.lora import Lora, ReadyFactors, through_factors
 from fedguild.model.chunked_loss import chunked_losses
 from fedguild.model.moe import products
 from fedguild.model.moe.casts import Casts
@@ -88,7 +88,7 @@ def test_a_middle_factor_by_the_kernel(monkeypatch):
 @pytest.mark.parametrize("rows", [(4,), (3, 3, 3), (2, 0, 5)], ids=str)
 @pytest.mark.parametrize("names", [set(), {"grouped"}], ids=["torch", "kernel"])
 def test_a_linear_layers_product_is_added_in_place(rows, names, monkeypatch):
-    """The same output and gradients as by `slot_product`, in the storage of the layer's own output."""
+    """The same output and gradients as by `through_factors`, in the storage of the layer's own output."""
     let_run(monkeypatch, names)
     slots, tokens = len(rows), 2 * sum(rows)
     scale = torch.arange(1, slots + 1, dtype=torch.float64)
@@ -103,7 +103,7 @@ def test_a_linear_layers_product_is_added_in_place(rows, names, monkeypatch):
             out = add_low_rank(output, hidden, down, up, scale, rows, Casts())
             assert out.data_ptr() == storage
         else:
-            out = output + slot_product(hidden, down, up, scale, rows)
+            out = output + through_factors(hidden, ReadyFactors(scale, down, up).of(hidden.dtype), rows)
         results.append([out, *torch.autograd.grad((out * upstream).sum(), (hidden, down, up))])
     for found, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

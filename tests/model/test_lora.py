@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from fedguild.core.seeding import torch_rng
-from fedguild.model.adapters.lora import Lora, slot_product
+from fedguild.model.adapters.lora import Lora, ReadyFactors, through_factors
 from fedguild.model.adapters.storage import padded_rank
 
 IN, OUT, RANK = 6, 5, 3
@@ -28,7 +28,7 @@ def test_each_row_gets_its_own_slots_product(rows, length):
     expected = torch.stack(
         [scale[slot] * row @ (up[slot] @ down[slot]).t() for slot, row in zip(slots, hidden, strict=True)]
     )
-    found = slot_product(hidden, down, up, scale, rows)
+    found = through_factors(hidden, ReadyFactors(scale, down, up).of(hidden.dtype), rows)
     assert torch.allclose(found, expected, rtol=1e-12)
     upstream = torch.randn(expected.shape, generator=rng, dtype=torch.float64)
     for ours, theirs in zip(
@@ -41,8 +41,8 @@ def test_each_row_gets_its_own_slots_product(rows, length):
 
 def test_rows_in_half_precision_meet_factors_in_fp32():
     hidden = torch.randn(4, IN, generator=torch.Generator().manual_seed(1)).bfloat16()
-    down, up = torch.ones(1, RANK, IN), torch.ones(1, OUT, RANK)
-    assert slot_product(hidden, down, up, torch.ones(1), (4,)).dtype is torch.bfloat16
+    factors = ReadyFactors(torch.ones(1), torch.ones(1, RANK, IN), torch.ones(1, OUT, RANK))
+    assert through_factors(hidden, factors.of(hidden.dtype), (4,)).dtype is torch.bfloat16
 
 
 def test_a_starts_as_torchs_kaiming_uniform_and_b_at_zero():

@@ -10,7 +10,7 @@ from fedguild.client.schedule import steps_in_round
 from fedguild.config.privacy import PrivacySettings
 from fedguild.config.training import TrainingSettings
 from fedguild.core.errors import ConfigError
-from fedguild.privacy.dp.accounting import Release, epsilon, noise_for, require_library
+from fedguild.privacy.dp.accounting import Release, noise_for, require_library
 from fedguild.privacy.dp.dp_sgd import DpSgd
 from fedguild.privacy.dp.noise import Noise
 
@@ -92,9 +92,6 @@ class PrivacyRules:
             ConfigError: no noise reaches the target.
         """
         return self._sigma(examples if self.by_size else 0)
-
-    def epsilon_of_all_rounds(self, examples: int) -> float:
-        return epsilon([self.release(examples, self.rounds)], self.settings.delta)
 
     def dp_sgd(self, examples: int, noise: Noise) -> DpSgd:
         probability = self.probability(examples)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import EntryPoint, distributions
+from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, version
 from importlib.util import find_spec
 from pkgutil import iter_modules
 from symtable import symtable
@@ -162,6 +162,14 @@ def _shipped(package: str, attribute: str, dashes: bool) -> Iterator[Found]:
         if not attribute or source is None or _defines(source, attribute):
             name = module.name.replace("_", "-") if dashes else module.name
             yield Found(name, _title(source), _root(package), target)
+
+
+def installed(package: str) -> str | None:
+    """Returns the version of a distribution; None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _installed(group: str) -> Iterator[Found]:

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from fedguild.config import load_config
 from fedguild.core.errors import ConfigError, FedGuildError
+from fedguild.core.plugins import installed
 from fedguild.federation.site import ServerSettings, SiteSettings
 
 FLWR = ("1.41", "1.42")
@@ -40,13 +40,6 @@ class Fault:
     message: str
     hint: str
     fatal: bool = True
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def require_none(faults: Iterator[Fault]) -> list[Fault]:

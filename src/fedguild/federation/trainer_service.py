@@ -28,6 +28,7 @@ from fedguild.core.errors import ConfigError, FedGuildError, UploadError, neares
 from fedguild.core.files import make_folder, write_bytes
 from fedguild.core.layout import MEMORY
 from fedguild.core.payload import Payload
+from fedguild.core.plugins import installed
 from fedguild.core.progress import Silent
 from fedguild.data import ClientData
 from fedguild.data.batches import encode as encode_example
@@ -48,7 +49,6 @@ from fedguild.privacy.dp.ledger import Ledger
 from fedguild.privacy.dp.noise import Noise
 from fedguild.privacy.dp.secret import private_seed, run_secret
 from fedguild.privacy.secure_sum.session import Session as SecureParameters
-from fedguild.runs.environment import installed
 from fedguild.runs.exporting import export_own
 from fedguild.runs.guarantee import rules_of
 from fedguild.runs.privacy_accounts import SLACK

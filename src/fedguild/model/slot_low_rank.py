@@ -2,7 +2,7 @@
 
 For devices other than a CPU. s · A is cast once until A changes, not once a pass. B's product is added to the frozen
 output by the product itself, with no tensor of that size in between. One autograd function replaces six operations. A
-CPU adds the product of `slot_product`, which rounds in another order.
+CPU adds the product of `through_factors`, which rounds in another order.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import psutil
 import torch
 
 from fedguild import __version__
+from fedguild.core.plugins import installed
 
 PACKAGES = (
     "torch",
@@ -43,10 +43,3 @@ def describe_environment(device: torch.device, dtype: torch.dtype) -> dict[str, 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-
-
-def installed(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -11,7 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedguild.measuring.costs.memory import cached_values, evaluation_batch_tokens, evaluation_bytes
-from fedguild.measuring.scores.generation import decode_steps, generate_texts
+from fedguild.measuring.scores.batching import Item, token_batches
+from fedguild.measuring.scores.generation import generate_texts
 from fedguild.measuring.scores.likelihood import Candidates, candidate_losses
 from fedguild.model.backbone import describe_config
 from fedguild.model.moe import view
@@ -76,6 +77,12 @@ def test_the_choices_of_all_slots_share_a_pass_and_their_prompts(olmoe_backbone)
     with slots_on(olmoe_backbone, 1, 2, 4) as model, passes_of(olmoe_backbone) as tokens:
         candidate_losses(model, [[row], [row], [row]], batch_tokens=8192, pad_id=0)
     assert tokens == [3 * (20 + 6)], "each slot runs its prompt once"
+
+
+def decode_steps(lengths: list[int], new_tokens: int, batch_tokens: int) -> int:
+    """Returns the passes for prompts of these lengths, if no text ends early: one for each new token of a batch."""
+    items = [Item(0, index, length + new_tokens) for index, length in enumerate(lengths)]
+    return new_tokens * len(token_batches(items, batch_tokens))
 
 
 def test_generation_takes_as_many_passes_as_estimated(endless):

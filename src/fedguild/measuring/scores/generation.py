@@ -68,12 +68,3 @@ def _chosen(
         for item in batch:
             chosen[item.slot].append(prompts[item.slot][item.index])
         yield chosen, max_new_tokens
-
-
-def decode_steps(prompt_tokens: Sequence[int], max_new_tokens: int, batch_tokens: int) -> int:
-    """Returns the forward passes that generation takes for prompts of these lengths, if no text ends early.
-
-    A batch takes one for each new token: the first over the prompts, the others over one token of each text.
-    """
-    items = [Item(0, index, length + max_new_tokens) for index, length in enumerate(prompt_tokens)]
-    return max_new_tokens * len(token_batches(items, batch_tokens))

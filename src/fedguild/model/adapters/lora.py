@@ -208,24 +208,8 @@ class ReadyFactors:
         return [down, *(self._casts.with_gradient(factor, dtype) for factor in self._others)]
 
 
-def slot_product(
-    hidden: Tensor, down: Tensor, up: Tensor, scale: Tensor, rows: tuple[int, ...], middle: Tensor | None = None
-) -> Tensor:
-    """Returns s · B A x of every row, or s · B R A x, with the factors of the row's slot.
-
-    Args:
-        hidden: [..., in], slot-major: the rows of slot 0 first.
-        down: A, [S, r, in].
-        up: B, [S, out, r].
-        scale: [S] LoRA's scale.
-        rows: Rows of each slot, in any unit that divides `hidden`'s leading size.
-        middle: R, [S, r, r]; None if there is none.
-    """
-    return through_factors(hidden, ReadyFactors(scale, down, up, middle).of(hidden.dtype), rows)
-
-
 def through_factors(hidden: Tensor, factors: Sequence[Tensor], rows: tuple[int, ...]) -> Tensor:
-    """As `slot_product`, for factors that are ready.
+    """Returns s · B A x of every row, or s · B R A x, with the factors of the row's slot.
 
     Args:
         hidden: [..., in], slot-major: the rows of slot 0 first.

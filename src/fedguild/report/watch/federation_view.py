@@ -15,7 +15,6 @@ from fedguild.measuring.log.folder import read_if_whole
 from fedguild.report.watch.board import Board
 from fedguild.report.watch.run_view import RunView
 
-REVOKED = "revoked.json"
 _TOLD = {
     "joined": "{client} has joined: {examples} examples.",
     "refused": "{name} was turned away: {reason}.",
