@@ -70,8 +70,8 @@ class RaySettings(Section):
     gpus_per_actor: int = Field(
         default=1,
         ge=1,
-        description="GPUs of an actor, over which the backbone's layers are sharded; each trains clients of its own. "
-        "Without GPUs: its processes on CPUs.",
+        description="GPUs of an actor, over which the backbone's layers are sharded; each trains different "
+        "clients. Without GPUs: its processes on CPUs.",
     )
 
     @model_validator(mode="after")
@@ -161,14 +161,15 @@ class FederationSettings(Section):
     )
     norm_factor: Literal["auto"] | Annotated[float, Field(gt=0)] | None = Field(
         default="auto",
-        description="Largest norm of the change that an upload makes, as a multiple of the round's median, part by "
-        "part, in rounds with at least 4 uploads; auto: 10 with real clients, none in a simulation. null: no bound.",
+        description="Largest norm of an upload's change, as a multiple of the round's median, for each part, in "
+        "rounds with at least 4 uploads; auto: 10 with real clients, none in a simulation. null: no limit.",
     )
     aggregator: Literal["none", "trimmed_mean", "median", "clipped"] = Field(
         default="none",
-        description="Estimate in place of the mean over the clients, for methods whose aggregate is one: per value the "
-        "mean without the extremes, or the median, both with equal weights; or the weighted mean of changes that are "
-        "clipped to the round's median norm.",
+        description="Robust estimate instead of the mean over the clients, for methods whose aggregate is a "
+        "mean; trimmed_mean: the mean of each value without the extremes; median: the median of each value; both "
+        "weight clients equally; clipped: the weighted mean of changes that are clipped to the round's median "
+        "norm.",
     )
     trim: float = Field(
         default=0.2, gt=0, lt=0.5, description="Share of the clients that trimmed_mean leaves out at either end."
@@ -182,24 +183,24 @@ class FederationSettings(Section):
         default=2 / 3,
         gt=0.5,
         le=1,
-        description="Of a round's clients more than this share (all for 1) have to be left after every step of secure "
-        "aggregation; otherwise the round fails and no values are opened.",
+        description="More than this share of a round's clients (all for 1) must be left after every step of "
+        "secure aggregation; otherwise the round fails and no values are opened.",
     )
     secure_clients: int = Field(
         default=3,
         ge=3,
-        description="Fewest clients behind any mean of secure aggregation, dropouts taken off; what fewer hold, or "
-        "have a weight for, is not sent or not opened, and the server's value stays.",
+        description="Fewest clients, after dropouts, in any mean of secure aggregation; values that fewer "
+        "clients hold, or have a weight for, are not sent or not opened, and keep the server's value.",
     )
     secure_unheld: Literal["omit", "zeros"] = Field(
         default="omit",
-        description="What a client sends, in secure aggregation, of what it does not hold; omit: nothing; zeros: "
-        "masked zeros.",
+        description="What a client sends in secure aggregation for values that it does not hold; omit: nothing; "
+        "zeros: masked zeros.",
     )
     secure_disclose: tuple[str, ...] = Field(
         default=(),
-        description="Parts of an upload that may go to the server in the clear, for methods whose server needs them of "
-        "each client by itself.",
+        description="Parts of an upload that may go to the server unmasked, for methods whose server needs them "
+        "from each client.",
     )
     server_step: float = Field(
         default=1.0,

@@ -28,8 +28,8 @@ class PrivacySettings(Section):
     clip: float = Field(
         default=1.0,
         gt=0,
-        description="C, the L2 norm that a client's change, or an example's gradient, is clipped to; with the unit "
-        "example it takes the place of training.max_grad_norm.",
+        description="C, the L2 norm to which a client's change, or an example's gradient, is clipped; with the "
+        "unit example it replaces training.max_grad_norm.",
     )
     noise_multiplier: float | None = Field(
         default=None,
@@ -39,15 +39,15 @@ class PrivacySettings(Section):
     target_epsilon: float | None = Field(
         default=None,
         gt=0,
-        description="epsilon of a client that takes part in every round, for which each client's noise is solved; "
-        "null: noise_multiplier says how much.",
+        description="epsilon of a client that takes part in every round, from which each client's noise is "
+        "computed; null: noise_multiplier is used.",
     )
     delta: float = Field(default=1e-5, gt=0, lt=1, description="delta of every guarantee; below 1 / examples.")
     max_epsilon: float | None = Field(
         default=None,
         gt=0,
-        description="A client's budget: one whose next round would exceed it takes part no more. null: target_epsilon, "
-        "if that is set.",
+        description="A client's budget: a client whose next round would exceed it stops taking part. null: "
+        "target_epsilon, if that is set.",
     )
     sampling: Literal["public", "secret"] = Field(
         default="public",

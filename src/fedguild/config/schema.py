@@ -137,8 +137,8 @@ class ModelSettings(Section):
     )
     packing: bool = Field(
         default=True,
-        description="Compute no padding: rows of unequal length are packed behind one another, where the model's "
-        "attention allows it (sdpa, causal, no sliding window).",
+        description="Pack rows of unequal length without their padding, if the model's attention allows it "
+        "(sdpa, causal, no sliding window).",
     )
 
 
@@ -183,8 +183,8 @@ class EvaluationSettings(Section):
     )
     metrics: tuple[str, ...] = Field(
         default=("exact_match", "rouge_l"),
-        description="Metrics of generated answers to record beside the corpus's own, which is the score: "
-        "`exact_match`, `rouge_l`, or one that an installed package adds.",
+        description="Metrics of generated answers to record in addition to the corpus's own, which is the "
+        "score: `exact_match`, `rouge_l`, or one of an installed package.",
     )
     active_experts: Literal["budget", "method"] = Field(
         default="budget",
@@ -281,8 +281,8 @@ class Config(Section):
     tracking: TrackingSettings = Field(default_factory=TrackingSettings, description="Experiment trackers.")
     callbacks: tuple[CallbackSettings, ...] = Field(
         default=(),
-        description="Callbacks, which get the run's events and may stop it: names, or mappings of a name and options, "
-        "for example `{name: early-stopping, patience: 2}`.",
+        description="Callbacks, which receive the run's events and may stop it: names, or mappings of a name "
+        "and options, for example `{name: early-stopping, patience: 2}`.",
     )
 
     @property

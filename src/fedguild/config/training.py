@@ -79,9 +79,9 @@ class TrainingSettings(Section):
 
     loss_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = Field(
         default="auto",
-        description="Training loss, in nats per response token, above which a run stops as diverged, taken of a "
-        "round's median client; auto: nearly that of guessing every token alike, and 1.5 times the backbone's own; "
-        "null: no limit.",
+        description="Training loss of a round's median client, in nats per response token, above which a run "
+        "stops as diverged; auto: nearly that of guessing every token with equal probability, and 1.5 times the "
+        "backbone's own; null: no limit.",
     )
 
     @model_validator(mode="before")
