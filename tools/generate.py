@@ -28,7 +28,6 @@ from fedguild.config.table import ShippedTable, Table
 from fedguild.core.errors import DataError
 from fedguild.measuring.costs.published import compare
 from fedguild.measuring.costs.published_claims import CLAIMS
-from fedguild.measuring.costs.several_gpus import gpus_markdown
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo
@@ -38,6 +37,7 @@ from tools.records.claims import VERDICTS, claims_in_short, count_verdicts
 from tools.records.pages import chosen_near_chance, table_page
 from tools.records.remarks import render_overview, render_remark
 from tools.records.summary import summary_grid
+from tools.several_gpus import gpus_markdown
 
 ROOT = Path(__file__).parents[1]
 METHOD_PAGES = ROOT / "docs" / "methods"
@@ -133,9 +133,18 @@ def _figures() -> dict[Path, tuple[str, Callable[[], str]]]:
             path = _figure_path(shipped, end)
             found[path] = (
                 table_figures.description(drawing),
-                partial(table_figures.svg_file, path.stem, drawing),
+                partial(_svg_file, path.stem, drawing),
             )
     return found
+
+
+def _svg_file(name: str, drawing: table_figures.Drawing) -> str:
+    """Returns a figure as the text of an SVG file with the size of an image."""
+    text = table_figures.svg(name, drawing)
+    sides = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
+    assert sides is not None
+    width, height = (float(side) * 96 / 72 for side in sides.groups())
+    return text.replace("<svg", f'<svg width="{width:.0f}" height="{height:.0f}"', 1)
 
 
 def _figure_path(shipped: ShippedTable, end: str) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -176,19 +175,6 @@ def for_page(table: Table, records: Sequence[CellScores]) -> dict[str, Callable[
 
 def _at_width(key: str, drawing: Drawing, width: float) -> str:
     return svg(key_at(key, width), drawing, width)
-
-
-def svg_file(name: str, drawing: Drawing) -> str:
-    """Returns the figure as the text of an SVG file, as wide as a phone's page, with its size as an image.
-
-    Args:
-        name: Its name, unique among all figures.
-    """
-    text = svg(name, drawing)
-    sides = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
-    assert sides is not None
-    width, height = (float(side) * 96 / 72 for side in sides.groups())
-    return text.replace("<svg", f'<svg width="{width:.0f}" height="{height:.0f}"', 1)
 
 
 def svg(name: str, drawing: Drawing, width: float = NARROW_WIDTH) -> str:

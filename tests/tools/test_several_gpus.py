@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from fedguild.measuring.costs.memory import memory
-from fedguild.measuring.costs.several_gpus import fewest_gpus, layer_parameters, rank_bytes
 from tests.measuring.costs.test_flops import EXPERTS, FLAME, HIDDEN, LAYERS, OLMOE, VOCABULARY, WIDTH
+from tools.several_gpus import fewest_gpus, layer_parameters, rank_bytes
 
 LAYER = 4 * HIDDEN**2 + EXPERTS * HIDDEN + EXPERTS * 3 * HIDDEN * WIDTH
 

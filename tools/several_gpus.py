@@ -11,12 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
+from fedguild.engines.ray_actor import GATHERED_LAYERS
 from fedguild.measuring.costs.memory import memory
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 
-GATHERED_LAYERS = 2
-"""Layers that are whole at a time: the one that runs and the one that is fetched."""
 GPU_COUNTS = (1, 2, 4, 8, 16, 32, 64)
 USABLE = 0.9
 """Share of a GPU's memory that is planned for; the rest is CUDA's, NCCL's and the allocator's."""
