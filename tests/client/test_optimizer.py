@@ -128,34 +128,6 @@ def test_every_slot_is_updated_as_by_its_own_torch_optimizer(
 
 
 @pytest.mark.parametrize(("language", "settings"), WAYS)
-def test_a_slot_that_does_not_step_keeps_weights_and_moments(backbone, small_backbone, language, settings, monkeypatch):
-    let_step(monkeypatch, language)
-    backbone = small_backbone if language == "triton" else backbone
-    with SlotModel(backbone, PLANS) as model:
-        for slot, plan in enumerate(PLANS):
-            model.load(slot, random_adapter(backbone.info, plan, slot))
-        optimizer = SlotOptimizer(model.trainables, settings)
-        put_gradients(model, 0)
-        optimizer.step((0.1, 0.1, 0.1))
-        tensors = [[t.stored.detach() for t in optimizer.trainables], optimizer.first, optimizer.second]
-
-        def of_slot(slot: int) -> list[torch.Tensor]:
-            return [
-                whole.select(trainable.axis, slot).clone()
-                for kind in tensors
-                for whole, trainable in zip(kind, optimizer.trainables, strict=False)
-            ]
-
-        before, moving = of_slot(1), of_slot(0)
-        put_gradients(model, 1)
-        optimizer.step((0.1, None, 0.1))
-        optimizer.step((None, None, None))
-        assert all(torch.equal(left, right) for left, right in zip(before, of_slot(1), strict=True))
-        assert not any(torch.equal(left, right) for left, right in zip(moving, of_slot(0), strict=True))
-        assert optimizer.steps == [2, 1, 2]
-
-
-@pytest.mark.parametrize(("language", "settings"), WAYS)
 def test_ranks_beyond_a_slots_own_stay_exactly_zero(backbone, small_backbone, language, settings, monkeypatch):
     let_step(monkeypatch, language)
     backbone = small_backbone if language == "triton" else backbone

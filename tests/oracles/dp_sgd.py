@@ -42,19 +42,7 @@ def dp_sgd(
     rate: float,
     noise: Callable[[int, str, tuple[int, ...]], Tensor],
 ) -> Weights:
-    """Returns the trained weights.
-
-    Args:
-        backbone: The frozen model.
-        plan: What trains.
-        start: The weights before.
-        batches: The examples of each step.
-        clip: C.
-        deviation: Of the noise on the sum.
-        divisor: What the noisy sum is divided by.
-        rate: The learning rate.
-        noise: Standard normal numbers of a step and a tensor.
-    """
+    """Returns the trained weights."""
     weights = {name: value.clone() for name, value in start.items()}
     trained = None
     for step, rows in enumerate(batches):

@@ -19,16 +19,7 @@ def rounds(
     present: Sequence[Sequence[int]],
     rate: float,
 ) -> Iterator[tuple[Factors, list[Factors]]]:
-    """Yields A and every client's B_c after each round, in which a client takes one step.
-
-    Args:
-        shared: Name -> A before the first round.
-        own: Name -> B, where every client starts.
-        losses: Each client's loss of a whole adapter, A and B.
-        sizes: Each client's number of examples.
-        present: The clients that take part, of each round.
-        rate: The learning rate.
-    """
+    """Yields A and every client's B_c after each round, in which a client takes one step."""
     ups = [dict(own) for _ in losses]
     for clients in present:
         sent: list[Factors] = []

@@ -52,14 +52,7 @@ def merged_parameters(
 
 
 class MergedModel:
-    """A client's own plain transformers model: adapter merged, its active experts set on the routers.
-
-    Args:
-        model: The plain model.
-        info: What it looks like.
-        plan: The client's plan.
-        adapter: The client's trainables; logits are differentiable in them.
-    """
+    """A client's own plain transformers model: adapter merged, its active experts set on the routers."""
 
     def __init__(self, model: Any, info: ModelInfo, plan: AdapterPlan, adapter: Mapping[str, Tensor]) -> None:
         self.model = model

@@ -14,10 +14,6 @@ class ClientOptimizer:
     """`torch.optim.AdamW`, `Adam` or `SGD` over one client's own tensors, clipped by torch.
 
     Output scales get no weight decay.
-
-    Args:
-        tensors: Name -> the client's tensors, updated in place.
-        settings: The constants.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], settings: TrainingSettings) -> None:
@@ -44,14 +40,7 @@ class ClientOptimizer:
         clip_norm: float | None,
         updated: Mapping[str, Tensor] | None = None,
     ) -> float:
-        """Updates the tensors; returns the gradient's norm before clipping.
-
-        Args:
-            grads: Name -> gradient.
-            rate: The learning rate.
-            clip_norm: The largest norm; None for no clipping.
-            updated: Name -> [M] bool, the experts that step; the values and moments of all others are put back.
-        """
+        """Updates the tensors; returns the gradient's norm before clipping."""
         before = {
             name: [whole.detach().clone() for whole in self._changing(self.tensors[name])] for name in updated or {}
         }

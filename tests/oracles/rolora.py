@@ -19,16 +19,7 @@ def rounds(
     present: Sequence[Sequence[int]],
     rate: float,
 ) -> Iterator[tuple[Factors, Factors]]:
-    """Yields A and B after each round, in which a client takes one step on B (odd rounds) or on A (even rounds).
-
-    Args:
-        down: Name -> A before the first round.
-        up: Name -> B before it.
-        losses: Each client's loss of a whole adapter, A and B.
-        sizes: Each client's number of examples.
-        present: The clients that take part, of each round.
-        rate: The learning rate.
-    """
+    """Yields A and B after each round, in which a client takes one step on B (odd rounds) or on A (even rounds)."""
     for number, clients in enumerate(present, start=1):
         moving, fixed = (up, down) if number % 2 == 1 else (down, up)
         sent: list[Factors] = []

@@ -155,30 +155,6 @@ def test_passes_of_one_size_do_not_share_their_tokens():
         assert torch.equal(model.attached[MixtureOfLora].balance_loss(), after)
 
 
-@pytest.mark.parametrize("router", ["invariant", "vanilla"])
-def test_embeddings_are_means_over_the_real_tokens_of_several_passes(router):
-    part = replace(PART, router=router, dropout=0.5)
-    backbone = tiny_backbone("llama", dtype=torch.float64)
-    plain = tiny_model("llama", dtype=torch.float64)
-    rows = encoded([[5, 3], [4, 6, 3], []])
-    model, adapters = loaded(backbone, part, LENGTHS)
-    with model, torch.no_grad():
-        with model.attached[MixtureOfLora].embeddings() as found:
-            for picked in ([own[:1] for own in rows], [own[1:] for own in rows]):
-                model.token_losses(collate(picked, PAD))
-        model.token_losses(collate(rows, PAD))
-    for slot, own in enumerate(rows[:2]):
-        oracle = looped(part, plain, adapters[slot], slot)
-        for row in own:
-            oracle.losses(row.input_ids, row.prompt_length)
-        assert set(found.token(slot)) == set(MODULES)
-        for module, wanted in oracle.modules.items():
-            assert torch.allclose(found.token(slot)[module], torch.stack(wanted.token_embeddings).mean(0))
-            assert torch.allclose(found.experts(slot)[module], torch.stack(wanted.expert_embeddings).mean(0))
-    assert found.experts(2)[MODULES[0]].tolist() == [[0.0] * 3] * 4
-    assert not any(value.any() for value in found.token(2).values())
-
-
 def test_held_at_the_start_is_the_same_as_assigned():
     backbone = tiny_backbone("llama")
     batch = collate(encoded(LENGTHS), PAD)

@@ -41,6 +41,24 @@ def test_peers_at_the_edges() -> None:
     assert recommendation(similarity[0, []], p[[]]) is None
 
 
+def test_adjustments_by_hand() -> None:
+    """Two layers of 3 experts of size 1, n_k = 3, p-hat (.6, .4, 0) and (.1, .5, .4)."""
+    held, wanted = [{0}, {0, 2}], [torch.tensor([0.6, 0.4, 0.0]), torch.tensor([0.1, 0.5, 0.4])]
+    cases = {
+        (4,): [{0}, {0, 1, 2}],  # n = 1: the best outside
+        (4, 5): [{0, 1}, {0, 1, 2}],  # 4.5 rounds to 5
+        (9,): [{0, 1}, {0, 1, 2}],  # nobody activated expert 2 of the first layer
+        (3,): [{0}, {0, 2}],  # n = 0
+        (2,): [{0}, {2}],  # the worst
+        (1,): [{0}, {2}],  # every layer keeps an expert
+    }
+    for peers, expected in cases.items():
+        found = adjusted_sets(masks(held, [3, 3]), wanted, peers, Limits([1, 1], [1, 1], 9))
+        assert as_sets(found) == expected, peers
+    tight = adjusted_sets(masks(held, [3, 3]), wanted, (9,), Limits([1, 2], [1, 1], 6))
+    assert as_sets(tight) == [{0, 1}, {0, 2}]  # the best would need 2, the second best fits
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_adjustments_against_the_loop(seed: int) -> None:
     experts, sizes, least, limit = [6, 4], [2, 3], [2, 1], 18
