@@ -214,9 +214,25 @@ def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
+def olmoe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random OLMoE of two layers with 8 experts, of which 4 are active."""
+    from tests.runs.runs import save_model  # it imports transformers, which most tests do without
+
+    return save_model(tmp_path_factory.mktemp("models") / "olmoe")
+
+
+@pytest.fixture(scope="session")
+def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a random dense Llama of two layers."""
+    from tests.runs.runs import save_model
+
+    return save_model(tmp_path_factory.mktemp("models") / "llama", "llama")
+
+
+@pytest.fixture(scope="session")
 def english_stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a small random OLMoE with the English model's 64 experts, 8 of them active."""
-    from tests.runs.runs import save_model  # it imports transformers, which most tests do without
+    from tests.runs.runs import save_model
 
     sizes = {"num_experts": 64, "num_experts_per_tok": 8, "num_hidden_layers": 1, "norm_topk_prob": False}
     widths = {"hidden_size": 32, "intermediate_size": 24}  # at least rank 20

@@ -19,17 +19,7 @@ def install(
     version: str = "1.2",
     summary: str = "",
 ) -> None:
-    """Makes a package importable and found by its entry points until the test ends.
-
-    Args:
-        monkeypatch: Undoes it.
-        folder: An empty folder for the package; several packages need several.
-        name: The distribution's name.
-        entry_points: The content of its entry_points.txt.
-        modules: File name -> source, for example `verses/poems.py`.
-        version: The distribution's version.
-        summary: The distribution's summary; empty for none.
-    """
+    """Makes a package importable and found by its entry points until the test ends."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     lines = [

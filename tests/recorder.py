@@ -266,8 +266,7 @@ CASES: dict[str, Case] = {
     "florist on llama": Case("llama", {"targets": ["attention"], "dropout": 0.1}),
     "hetlora on llama": Case("llama", {"rank": 3, "targets": ["attention", "mlp"], "dropout": 0.1}),
     "pfl-moe on llama": Case(
-        "llama",
-        {"rank": 2, "targets": ["q_proj"], "dropout": 0.3, "features": "embedding", "personal_epochs": 1},
+        "llama", {"rank": 2, "targets": ["q_proj"], "dropout": 0.3, "features": "embedding", "personal_epochs": 1}
     ),
     "trivial on llama": Case("llama", {"targets": ["q_proj", "mlp"], "dropout": 0.2}),
     # Half of the clients in a round: memories grow old, merges and buffers are sent late
@@ -719,11 +718,7 @@ def compare(old: Path, new: Path, limit: int) -> int:
 
 
 def facts_of(case: Mapping[str, Any], renamed: Mapping[str, str]) -> Facts:
-    """Returns a case's facts under today's names.
-
-    Raises:
-        ValueError: two facts have the same name today, so that one would hide the other.
-    """
+    """Returns a case's facts under today's names."""
     facts = {normalised(name, renamed): value for name, value in case["facts"].items()}
     if len(facts) != len(case["facts"]):
         raise ValueError("RENAMED gives two facts the same name.")

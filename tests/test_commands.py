@@ -57,14 +57,7 @@ RUN_SMALL = ("fedguild run flame/tiny-tasks tracking=[tensorboard]",)
 
 @dataclass(frozen=True)
 class Command:
-    """One command of a page.
-
-    Attributes:
-        page: The page, below the repository.
-        words: Its words, without comments.
-        kind: `run by`, `not run`, or empty where no comment stands above its block.
-        why: The rest of that comment.
-    """
+    """One command of a page."""
 
     page: str
     words: tuple[str, ...]
@@ -153,11 +146,7 @@ def group() -> click.Group:
 
 
 def parsed(words: Sequence[str]) -> tuple[str, Mapping[str, object]]:
-    """Returns a command's name and its arguments and options, as click reads them.
-
-    Raises:
-        click.UsageError: click refuses the command.
-    """
+    """Returns a command's name and its arguments and options, as click reads them."""
     command: click.Command = group()
     arguments, path = list(words), []
     while isinstance(command, click.Group):

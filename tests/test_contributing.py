@@ -76,9 +76,7 @@ RUNS = "test_a_run_stopped_after_a_round_ends_like_one_that_was_not"
 
 
 @pytest.mark.parametrize("proof", [pytest.param(one, marks=pytest.mark.long if one == RUNS else ()) for one in PROOFS])
-def test_the_example_passes_every_proof_of_the_matrix(
-    proof: str, case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_example_passes_every_proof_of_the_matrix(proof, case, tmp_path, monkeypatch):
     family = test_matrix.CASES[case].family
     folders = {family: save_model(tmp_path / "model", family)}
     given = {"label": case, "tmp_path": tmp_path, "folders": folders, "monkeypatch": monkeypatch}

@@ -21,14 +21,6 @@ def gpu() -> Iterator[Any]:
     sys.path.remove(str(BENCHMARKS))
 
 
-@pytest.fixture
-def pages(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Where a page would have been written."""
-    written: list[Path] = []
-    monkeypatch.setattr(gpu, "write_page", lambda results, path: written.append(path))
-    return written
-
-
 def rehearse(gpu: Any, folder: Path, only: str, *more: str) -> dict[str, Any]:
     given = ["--device", "cpu", "--dtype", "float32", "--small", "--output", str(folder), "--only", only, *more]
     gpu.main(given)

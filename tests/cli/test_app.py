@@ -11,7 +11,7 @@ from typer.main import get_command
 
 import fedguild
 from fedguild.cli import app
-from tests.cli.conftest import FakeExperiment, Invoke
+from tests.cli.conftest import Invoke
 
 COMMANDS = ["run", "resume", "compare", "partition", "evaluate", "export", "report", "methods", "presets", "doctor"]
 
@@ -23,9 +23,7 @@ def test_help_lists_every_command_in_the_order_of_use(invoke: Invoke) -> None:
 
 
 @pytest.mark.parametrize("command", [command.name for command in app.registered_commands])
-def test_the_help_of_every_command_has_examples_that_can_be_copied(
-    invoke: Invoke, command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_help_of_every_command_has_examples_that_can_be_copied(invoke, command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     result = invoke(command, "--help")
     assert result.exit_code == 0
@@ -43,9 +41,7 @@ def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[st
 @pytest.mark.parametrize(
     ("path", "command"), [pytest.param(*one, id=" ".join(one[0])) for one in _commands(get_command(app))]
 )
-def test_every_argument_and_option_has_help(
-    path: tuple[str, ...], command: Any, invoke: Invoke, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_argument_and_option_has_help(path, command, invoke, monkeypatch):
     """And shows it: click 8.5 takes the help of typer's arguments away."""
     monkeypatch.setenv("COLUMNS", "400")
     shown = " ".join(invoke(*path, "--help").stdout.replace("│", " ").split())
@@ -64,9 +60,7 @@ def test_every_argument_and_option_has_help(
         (["run", "flame/tiny-tasks", "--learning-rate"], "training.learning_rate=VALUE"),
     ],
 )
-def test_a_setting_given_as_an_option_is_told(
-    invoke: Invoke, arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_setting_given_as_an_option_is_told(invoke, arguments, told, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     result = invoke(*arguments)
     assert result.exit_code == 2
@@ -95,13 +89,7 @@ def test_a_mendable_error_is_a_message_and_exit_code_2(invoke: Invoke) -> None:
         (["compare", "flame/tiny-tasks"], "the same command again"),
     ],
 )
-def test_ctrl_c_says_how_to_go_on(
-    invoke: Invoke,
-    experiment: FakeExperiment,
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: list[str],
-    resume_with: str,
-) -> None:
+def test_ctrl_c_says_how_to_go_on(invoke, experiment, monkeypatch, arguments, resume_with):
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 

@@ -129,9 +129,7 @@ def test_status_of_a_server_that_is_up(guild: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("outcome", "status"), [("done", 0), ("stopped", 130)])
-def test_run_tells_how_it_ended(
-    guild: Path, monkeypatch: pytest.MonkeyPatch, outcome: str, status: int, tmp_path: Path
-) -> None:
+def test_run_tells_how_it_ended(guild, monkeypatch, outcome, status, tmp_path):
     asked: list[dict[str, object]] = []
 
     def run(folder: Path, echo: object, **how: object) -> dict[str, str]:
@@ -142,10 +140,7 @@ def test_run_tells_how_it_ended(
     server = str(guild / "server")
     assert call("run", server, "--round", "4") == (status, f"{tmp_path}\n" if outcome == "done" else "")
     assert json.loads(call("run", server, "--json", "--fresh")[1])["status"] == outcome
-    assert asked == [
-        {"fresh": False, "detach": False, "round": 4},
-        {"fresh": True, "detach": False, "round": None},
-    ]
+    assert asked == [{"fresh": False, "detach": False, "round": 4}, {"fresh": True, "detach": False, "round": None}]
     status, said = call("run", server, "--watch", "--detach")
     assert (status, "--watch ends with the command" in said) == (2, True)
 

@@ -93,9 +93,7 @@ def test_what_would_not_run_is_not_written(invoke: Invoke, arguments: list[str],
     assert not Path("fedguild.yaml").exists()
 
 
-def test_six_questions_each_asked_again_until_the_answer_is_right(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_six_questions_each_asked_again_until_the_answer_is_right(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = write_jsonl(tmp_path / "own.jsonl", [{"ask": f"Say {n}.", "say": "x"} for n in range(40)])
     given = ["embedded", str(own), "ask", "say", "none", "2", "8,2", "flam", "flame", "moon", "federation"]

@@ -124,9 +124,7 @@ def test_doctor_knows_every_extra() -> None:
         assert names <= {*listed, *(name.removesuffix("-skinny") for name in listed)}, extra
 
 
-def test_doctor_names_the_plugins_of_other_packages_and_those_that_are_broken(
-    invoke: Invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_names_the_plugins_of_other_packages_and_those_that_are_broken(invoke, tmp_path, monkeypatch):
     entries = """
         [fedguild.metrics]
         rhyme = verses:rhyme
@@ -161,9 +159,7 @@ def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.Monke
     assert doctor._package("no-such-package").verdict == "problem"
 
 
-def test_doctor_warns_of_little_memory_threads_and_a_folder_that_takes_no_files(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_doctor_warns_of_little_memory_threads_and_a_folder_that_takes_no_files(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**29, total=2**33))
     assert doctor._memory().verdict == "problem"
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
@@ -197,9 +193,7 @@ def test_doctor_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         ("grouped,norm", False, "problem", "grouped,norm"),
     ],
 )
-def test_doctor_lists_the_kernels_of_a_gpu(
-    setting: str, installed: bool, verdict: str, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_lists_the_kernels_of_a_gpu(setting, installed, verdict, found, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr(kernels, "find_spec", lambda name: name if installed else None)
     monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)

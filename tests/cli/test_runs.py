@@ -47,27 +47,13 @@ def test_run_takes_the_config_of_the_folder_where_none_is_named(invoke: Invoke, 
 @pytest.mark.parametrize(
     "arguments", [["run"], ["run", "seed=1"], ["sweep", "seed=1"], ["partition"], ["profile"], ["profile", "seed=1"]]
 )
-def test_without_a_config_the_way_to_one_is_told(
-    invoke: Invoke, experiment: FakeExperiment, arguments: list[str]
-) -> None:
+def test_without_a_config_the_way_to_one_is_told(invoke, experiment, arguments):
     result = invoke(*arguments)
     assert (result.exit_code, result.stdout, experiment.calls) == (2, "", [])
     assert result.stderr == (
         "Error: No config is named, and there is no fedguild.yaml in this folder.\n"
         "`fedguild init` writes one, `fedguild presets` lists those that ship, for example flame/tiny-tasks.\n"
     )
-
-
-def test_partition_profile_and_sweep_take_it_too(invoke: Invoke, experiment: FakeExperiment) -> None:
-    Path("fedguild.yaml").write_text("extends: flame/tiny-tasks\n")
-    assert len(json.loads(invoke("partition", "federation.clients=3", "--json").stdout)["clients"]) == 3
-    assert len(json.loads(invoke("profile", "--json").stdout)) == 4
-    result = invoke("sweep", "method.rank=2,4", "--seeds", "0")
-    assert result.exit_code == 0, result.output
-    assert [str(folder) for _, folder in experiment.calls] == [
-        "runs/sweep-fedguild/rank-2/seed-0",
-        "runs/sweep-fedguild/rank-4/seed-0",
-    ]
 
 
 def test_resume_goes_back_to_a_round(invoke: Invoke, experiment: FakeExperiment) -> None:
@@ -99,9 +85,7 @@ def test_compare_runs_every_cell_and_prints_scores_and_costs(invoke: Invoke, exp
     ]
 
 
-def test_compare_keeps_finished_cells_and_resumes_half_finished_ones(
-    invoke: Invoke, experiment: FakeExperiment
-) -> None:
+def test_compare_keeps_finished_cells_and_resumes_half_finished_ones(invoke, experiment):
     arguments = ("compare", *PAIR, "--seeds", "0,1", "--output", "grid", "--json")
     first = invoke(*arguments).stdout
     (checkpoint,) = Path("grid/fedit-tiny-tasks-ranks/seed-1/checkpoints").iterdir()
@@ -132,9 +116,7 @@ def test_compare_does_not_mix_runs_of_other_settings(invoke: Invoke, experiment:
         (["--reference", "flame"], "Known: fedit-tiny-tasks-ranks, fedit/tiny-tasks-ranks, flame-tiny-tasks"),
     ],
 )
-def test_compare_refuses_nonsense_before_anything_runs(
-    invoke: Invoke, experiment: FakeExperiment, arguments: list[str], told: str
-) -> None:
+def test_compare_refuses_nonsense_before_anything_runs(invoke, experiment, arguments, told):
     result = invoke("compare", *PAIR, *arguments)
     assert (result.exit_code, experiment.calls) == (2, [])
     assert told in result.stderr
@@ -160,9 +142,7 @@ def test_cells_of_a_comparison(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("setting", "option"), [("seed=3", "--seeds 3"), ("output=here", "--output here")])
 @pytest.mark.parametrize("compared", [PAIR, ["flame/table-2-tiny"]])
-def test_a_setting_that_every_run_has_of_its_own_is_refused(
-    invoke: Invoke, experiment: FakeExperiment, compared: list[str], setting: str, option: str
-) -> None:
+def test_a_setting_that_every_run_has_of_its_own_is_refused(invoke, experiment, compared, setting, option):
     result = invoke("compare", *compared, setting)
     assert (result.exit_code, experiment.calls) == (2, [])
     assert f"Give {option}" in result.stderr
@@ -202,9 +182,7 @@ def test_a_table_runs_every_cell_and_writes_a_page_for_each_column(invoke: Invok
         ([*PAIR, "--rows", "flame"], "none is given"),
     ],
 )
-def test_a_table_refuses_nonsense_before_anything_runs(
-    invoke: Invoke, experiment: FakeExperiment, arguments: list[str], told: str
-) -> None:
+def test_a_table_refuses_nonsense_before_anything_runs(invoke, experiment, arguments, told):
     result = invoke("compare", *arguments)
     assert (result.exit_code, experiment.calls) == (2, [])
     assert told in result.stderr
@@ -228,9 +206,7 @@ def test_evaluate(invoke: Invoke, experiment: FakeExperiment) -> None:
     ("flags", "form"),
     [([], "peft"), (["--merged"], "merged"), (["--format", "merged"], "merged"), (["--format", "code"], "code")],
 )
-def test_export_prints_the_folder_and_why_it_is_merged(
-    invoke: Invoke, monkeypatch: pytest.MonkeyPatch, flags: list[str], form: str
-) -> None:
+def test_export_prints_the_folder_and_why_it_is_merged(invoke, monkeypatch, flags, form):
     asked: list[object] = []
 
     def write(*arguments: object, round: int | None) -> Exported:

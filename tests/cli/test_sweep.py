@@ -132,9 +132,7 @@ def test_a_setting_that_diverges_is_left_and_told(invoke: Invoke, ranked: Ranked
         (["training.steps=[1,2"], "lacks a closing ]"),
     ],
 )
-def test_nonsense_is_refused_before_anything_runs(
-    invoke: Invoke, ranked: Ranked, settings: list[str], told: str
-) -> None:
+def test_nonsense_is_refused_before_anything_runs(invoke, ranked, settings, told):
     result = invoke("sweep", "flame/tiny-tasks", *settings)
     assert (result.exit_code, ranked.calls) == (2, [])
     assert told in result.stderr

@@ -12,7 +12,7 @@ from urllib.request import urlopen
 import pytest
 
 from fedguild.cli import watch
-from tests.cli.conftest import FakeExperiment, Invoke
+from tests.cli.conftest import Invoke
 from tests.report.runs import write_run
 from tests.report.watch.folders import federation
 
@@ -65,15 +65,7 @@ WATCHED = [
 
 @pytest.mark.usefixtures("undrawn")
 @pytest.mark.parametrize(("arguments", "folder", "kind"), WATCHED)
-def test_a_command_is_watched_until_it_ends(
-    invoke: Invoke,
-    experiment: FakeExperiment,
-    opened: list[str],
-    monkeypatch: pytest.MonkeyPatch,
-    arguments: tuple[str, ...],
-    folder: str,
-    kind: str,
-) -> None:
+def test_a_command_is_watched_until_it_ends(invoke, experiment, opened, monkeypatch, arguments, folder, kind):
     if arguments[0] == "resume":
         invoke(*RUN)
     seen: list[dict[str, Any]] = []
@@ -90,9 +82,7 @@ def test_a_command_is_watched_until_it_ends(
         urlopen(opened[0], timeout=5)
 
 
-def test_a_federation_is_watched_until_its_run_ends(
-    invoke: Invoke, opened: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_federation_is_watched_until_its_run_ends(invoke, opened, tmp_path, monkeypatch):
     seen: list[dict[str, Any]] = []
 
     def run_federation(*_: object, **__: object) -> dict[str, object]:
@@ -130,9 +120,7 @@ class _AtOnce(threading.Thread):
             self.join()
 
 
-def test_without_a_display_no_browser_takes_over_the_terminal(
-    opened: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_display_no_browser_takes_over_the_terminal(opened, monkeypatch):
     monkeypatch.setattr(watch.sys, "platform", "linux")
     monkeypatch.delenv("DISPLAY")
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
@@ -141,12 +129,6 @@ def test_without_a_display_no_browser_takes_over_the_terminal(
     monkeypatch.setenv("WAYLAND_DISPLAY", "wayland-0")
     watch._open("http://127.0.0.1:1/")
     assert opened == ["http://127.0.0.1:1/"]
-
-
-def test_watching_a_detached_run_is_refused(invoke: Invoke, tmp_path: Path) -> None:
-    result = invoke("federation", "run", "union/server", "--watch", "--detach")
-    assert result.exit_code == 2
-    assert "fedguild watch union/server" in result.stderr
 
 
 def test_report_of_a_folder_of_runs_is_its_index(invoke: Invoke, tmp_path: Path) -> None:

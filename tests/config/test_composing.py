@@ -152,9 +152,7 @@ def test_a_cell_with_a_file_of_its_own_has_its_settings_on_top() -> None:
     assert (flora.federation.rounds, flora.training.gradient_accumulation_steps) == (3, 16)
 
 
-def test_a_method_of_another_package_runs_on_every_model_and_data_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_method_of_another_package_runs_on_every_model_and_data_set(tmp_path, monkeypatch):
     install(
         monkeypatch,
         tmp_path / "mine",

@@ -68,13 +68,6 @@ def test_a_budget_does_not_have_the_name_of_a_mean(name: str) -> None:
     assert load_config("flame/tiny-tasks", [f"federation.budgets=[{{name: {name}-1}}]"]).federation.budgets
 
 
-def test_all_that_is_wrong_is_told_at_once() -> None:
-    lines = lines_for(
-        "seed=-1", "evaluation.answer_mode=x", "federation.budgets=[{name: a, rnk: 3}, {name: b, rank: 0}]"
-    )
-    assert len([line for line in lines if line.startswith("override")]) == 4
-
-
 @pytest.mark.parametrize(
     ("key", "meant"),
     [
@@ -126,9 +119,7 @@ def test_a_config_without_a_method(tmp_path: Path) -> None:
         (["tracking.project=x"], ()),
     ],
 )
-def test_trackers_are_a_list_a_name_or_the_switch_of_old_configs(
-    overrides: list[str], expected: tuple[str, ...]
-) -> None:
+def test_trackers_are_a_list_a_name_or_the_switch_of_old_configs(overrides, expected):
     config = load_config("flame/tiny-tasks", overrides)
     assert (config.tracking.trackers, config.tracking.project) == (expected, "x")
     assert Config.model_validate(yaml.safe_load(config.resolved_yaml())) == config

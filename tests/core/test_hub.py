@@ -33,9 +33,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exception | None]]
     hub.reach_hub.cache_clear()
 
 
-def test_without_a_network_there_is_one_line_and_then_the_process_is_offline(
-    answers: list[Exception | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_a_network_there_is_one_line_and_then_the_process_is_offline(answers, monkeypatch):
     answers += [OSError("[Errno -3] no name resolution\nmore"), OSError("again")]
     said = logging.handlers.BufferingHandler(100)
     monkeypatch.setattr(logging.getLogger("fedguild"), "handlers", [said])

@@ -85,9 +85,7 @@ def test_a_folder_that_nothing_came_of_is_removed_again(tmp_path: Path) -> None:
     assert (tmp_path / "there").exists()
 
 
-def test_a_config_with_a_fault_leaves_no_folder_even_if_it_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_config_with_a_fault_leaves_no_folder_even_if_it_is_killed(tmp_path, monkeypatch):
     """It is refused before the lock, which makes the folder, is taken."""
     from fedguild.config import load_config
 
@@ -98,9 +96,7 @@ def test_a_config_with_a_fault_leaves_no_folder_even_if_it_is_killed(
 
 
 @pytest.mark.parametrize(("work", "engine"), [("run", "ray"), ("resume", "local")])
-def test_a_run_that_is_being_worked_on_is_neither_begun_nor_resumed(
-    work: str, engine: str, other, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_is_being_worked_on_is_neither_begun_nor_resumed(work, engine, other, tmp_path, monkeypatch):
     """Whatever the engine: the lock comes before it is made, and before the model is loaded."""
     from fedguild.config import load_config
     from fedguild.core.files import write_text

@@ -32,8 +32,7 @@ def test_the_response_is_closed_and_the_prompt_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "response", "expected"),
-    [("a:", "b", " b"), ("a:\n", "b", "b"), ("a:", " b", " b"), ("", "b", "b")],
+    ("prompt", "response", "expected"), [("a:", "b", " b"), ("a:\n", "b", "b"), ("a:", " b", " b"), ("", "b", "b")]
 )
 def test_a_space_joins_prompt_and_response_once(prompt: str, response: str, expected: str) -> None:
     assert response_text(prompt, response) == expected

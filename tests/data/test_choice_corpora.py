@@ -238,11 +238,6 @@ class TestMmlu:
         (example,) = load_corpus("mmlu", train=path).train
         assert (example.label, example.response) == ("anatomy", "C")
 
-    def test_hub_columns(self, tmp_path: Path):
-        row = {"question": "What?", "subject": "virology", "choices": ["a", "b", "c", "d"], "answer": 1}
-        (example,) = load_corpus("mmlu", train=write_jsonl(tmp_path / "a.jsonl", [row])).train
-        assert (example.label, example.response, example.answer) == ("virology", "B", 1)
-
     def test_bad_input(self, tmp_path: Path):
         with pytest.raises(DataError, match="holds no MMLU files"):
             load_corpus("mmlu", train=str(tmp_path))

@@ -6,42 +6,29 @@ ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\nAdd.\n\n### Response:"
 )
+WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with {} that provides further {}. "
+    "Write a response that appropriately completes the request.\n\n### Instruction:\n{}\n\n### {}:\n{}\n\n### Response:"
+)
+TO_THE_LETTER = [
+    ("alpaca", ["Add."], ALPACA),
+    ("alpaca", ["Add.", "1 and 2"], WITH_INPUT.format("an input", "context", "Add.", "Input", "1 and 2")),
+    ("commonsense", ["Add."], ALPACA),
+    ("commonsense", ["Add.", "1 and 2"], ALPACA.replace("Add.", "Add.\n\n1 and 2")),
+    (
+        "telequad",
+        ["What is X2?", "A wire."],
+        WITH_INPUT.format("context", "information", "What is X2?", "Context", "A wire."),
+    ),
+    ("snli", ["A dog runs.", "It moves."], 'Suppose A dog runs. Can we infer that "It moves."? Yes, No, or Maybe?\n'),
+    ("plain", ["Add.", "1 and 2"], "Add.\n1 and 2\nAnswer:"),
+    ("plain", ["Add."], "Add.\nAnswer:"),
+]
 
 
-def test_alpaca_without_input_to_the_letter():
-    assert render("alpaca", "Add.") == ALPACA
-
-
-def test_alpaca_with_input_to_the_letter():
-    assert render("alpaca", "Add.", "1 and 2") == (
-        "Below is an instruction that describes a task, paired with an input that provides further context. "
-        "Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\nAdd.\n\n### Input:\n1 and 2\n\n### Response:"
-    )
-
-
-def test_commonsense_is_alpaca_and_joins_an_input():
-    assert render("commonsense", "Add.") == ALPACA
-    assert render("commonsense", "Add.", "1 and 2") == ALPACA.replace("Add.", "Add.\n\n1 and 2")
-
-
-def test_telequad_to_the_letter():
-    assert render("telequad", "What is X2?", "X2 is an interface.") == (
-        "Below is an instruction that describes a task, paired with context that provides further information. "
-        "Write a response that appropriately completes the request.\n\n"
-        "### Instruction:\nWhat is X2?\n\n### Context:\nX2 is an interface.\n\n### Response:"
-    )
-
-
-def test_snli_to_the_letter():
-    assert render("snli", "A dog runs.", "An animal moves.") == (
-        'Suppose A dog runs. Can we infer that "An animal moves."? Yes, No, or Maybe?\n'
-    )
-
-
-def test_plain_to_the_letter():
-    assert render("plain", "Add.", "1 and 2") == "Add.\n1 and 2\nAnswer:"
-    assert render("plain", "Add.") == "Add.\nAnswer:"
+@pytest.mark.parametrize(("template", "texts", "prompt"), TO_THE_LETTER)
+def test_a_template_to_the_letter(template, texts, prompt):
+    assert render(template, *texts) == prompt
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

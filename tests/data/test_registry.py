@@ -202,12 +202,6 @@ def test_parquet(tmp_path: Path):
 
 
 class TestTasks:
-    def test_made_corpus(self):
-        corpus = load_corpus("tasks", train_examples=30, test_examples=10, seed=3)
-        assert (len(corpus.train), len(corpus.test)) == (30, 10)
-        assert corpus == load_corpus("tasks", train_examples=30, test_examples=10, seed=3)
-        assert corpus.train != load_corpus("tasks", train_examples=30, test_examples=10, seed=4).train
-
     def test_takes_no_file(self, tmp_path: Path):
         with pytest.raises(DataError, match="is generated, not read"):
             load_corpus("tasks", train=str(tmp_path))

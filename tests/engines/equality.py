@@ -62,15 +62,7 @@ def case_config(label: str, models: dict[str, Path], *overrides: str) -> Config:
 def assert_equal_to_local(
     label: str, models: dict[str, Path], folder: Path, make_engine: MakeEngine, *overrides: str
 ) -> None:
-    """Asserts that a case ends alike on an engine and on `local`: bytes, metrics, tensors, memory.
-
-    Args:
-        label: Of `CASES`.
-        models: What `save_models` returned.
-        folder: An empty folder for the two runs.
-        make_engine: Stands in for `fedguild.runs.setup.make_engine`.
-        overrides: Of both configs.
-    """
+    """Asserts that a case ends alike on an engine and on `local`: bytes, metrics, tensors, memory."""
     config = case_config(label, models, *overrides)
     experiment.run(config, folder / "local")
     with pytest.MonkeyPatch.context() as patch:

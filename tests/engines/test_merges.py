@@ -88,9 +88,7 @@ def test_whoever_lacks_changes_fails_and_says_so(federation: Federation, tmp_pat
     assert delivery.upload is not None
 
 
-def test_a_round_that_fails_half_way_gives_the_backbone_back(
-    federation: Federation, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_round_that_fails_half_way_gives_the_backbone_back(federation, monkeypatch):
     """While the error is still being handled, with its frames alive."""
     state, before = after_a_round(federation), federation.backbone.fingerprint()
 

@@ -106,9 +106,7 @@ def test_an_upload_with_more_than_the_adapter_is_held_back(unit: str) -> None:
     assert "would release 'routing/x'" in delivery.failure
 
 
-def test_what_a_client_received_beside_the_adapter_is_clipped_and_noised_with_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_a_client_received_beside_the_adapter_is_clipped_and_noised_with_it(monkeypatch):
     """The part's change of 12 and the adapter's of 5 are a norm of 13 together; of another shape it is held back."""
     monkeypatch.setitem(RECEIVED, "usage/x", torch.tensor([1.0, 1.0]))
     delivery = answer(rules(unit="client", clip=6.5), {**TRAINED, "usage/x": torch.tensor([1.0, 13.0])})
@@ -128,9 +126,7 @@ def test_what_a_client_received_beside_the_adapter_is_clipped_and_noised_with_it
 
 
 @pytest.mark.parametrize("settings", [{"trust_model": "central"}, {"unit": "example", "sample_rate": 0.1}])
-def test_noise_on_something_else_does_not_cover_what_is_beside_the_adapter(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_noise_on_something_else_does_not_cover_what_is_beside_the_adapter(settings, monkeypatch):
     monkeypatch.setitem(RECEIVED, "usage/x", torch.tensor([1.0, 1.0]))
     delivery = answer(rules(**{"unit": "client", **settings}), {**TRAINED, "usage/x": torch.ones(2)})
     assert delivery.upload is None

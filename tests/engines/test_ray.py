@@ -117,14 +117,7 @@ def test_two_actors_give_the_bytes_and_bits_of_the_local_engine(label, models, s
 
 @dataclass
 class PreparedRun:
-    """A run of FLAME before its first round, and an engine of two actors.
-
-    Attributes:
-        run: The run.
-        engine: The engine.
-        state: The method's state.
-        tasks: Of all four clients.
-    """
+    """A run of FLAME before its first round, and an engine of two actors."""
 
     run: Experiment
     engine: RayEngine

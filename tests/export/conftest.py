@@ -18,10 +18,7 @@ from fedguild.server.method import Deployment
 from tests.backbones import VOCABULARY, random_adapter, tiny_model
 
 TOKENS = torch.randint(3, VOCABULARY, (3, 17), generator=torch.Generator().manual_seed(3))
-BUDGETS = (
-    {"name": "large", "active_experts": 4, "rank": 3},
-    {"name": "small", "active_experts": 1, "rank": 2},
-)
+BUDGETS = ({"name": "large", "active_experts": 4, "rank": 3}, {"name": "small", "active_experts": 1, "rank": 2})
 
 
 @pytest.fixture(scope="session")

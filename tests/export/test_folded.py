@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
@@ -26,9 +23,7 @@ def between(family: str) -> AdapterPlan:
 
 @pytest.mark.parametrize("family", TARGETS)
 @pytest.mark.parametrize("form", ["adapter", "merged"])
-def test_the_written_model_gives_our_logits(
-    form: str, family: str, base_folder: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_the_written_model_gives_our_logits(form, family, base_folder, tmp_path):
     base = base_folder(family)
     backbone = backbone_of(base)
     deployment = deployment_of(backbone, between(family))

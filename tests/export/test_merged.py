@@ -31,9 +31,7 @@ EVERYTHING = ("attention", "router", "experts")
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 @pytest.mark.parametrize("active", [4, 1])
-def test_transformers_gives_our_logits_at_the_budgets_active_experts(
-    family: str, active: int, base_folder: BaseFolder, tmp_path: Path
-) -> None:
+def test_transformers_gives_our_logits_at_the_budgets_active_experts(family, active, base_folder, tmp_path):
     backbone = backbone_of(base_folder(family))
     before = backbone.fingerprint()
     plan = AdapterPlan((Lora(3, 0.7, EVERYTHING), OutputScale("per_layer")), active)

@@ -28,7 +28,6 @@ from fedguild.runs.exporting import Form, Subject, export
 from fedguild.server.method import Deployment
 from tests.backbones import random_adapter, tiny_model
 from tests.export.conftest import BUDGETS, assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
-from tests.runs.runs import save_model
 
 BaseFolder = Callable[..., Path]
 EVERYTHING = ("attention", "router", "experts")
@@ -113,13 +112,12 @@ def test_what_an_adapter_does_not_carry_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["peft", "merged"])
-def test_a_runs_merges_are_exported(form: Form, tmp_path: Path) -> None:
-    base = save_model(tmp_path / "base")
+def test_a_runs_merges_are_exported(form: Form, olmoe_folder: Path, tmp_path: Path) -> None:
     config = Config.model_validate(
         {
             "name": "stacked",
             "method": {"name": "fedex-lora", "rank": 2, "targets": ["attention", "experts"]},
-            "model": {"path": str(base), "device": "cpu"},
+            "model": {"path": str(olmoe_folder), "device": "cpu"},
             "data": {"options": {"train_examples": 40, "families": ["sum"]}, "partition": {"minimum": 4}},
             "federation": {"clients": 2, "rounds": 2, "budgets": BUDGETS},
             "training": {"steps": 2, "learning_rate": 0.05, "batch_size": 2},
@@ -132,7 +130,7 @@ def test_a_runs_merges_are_exported(form: Form, tmp_path: Path) -> None:
     deployment = restored.method.deploy(state, restored.backbone.info, restored.budgets[0])
     assert deployment is not None
     assert deployment.merged
-    plain = AutoModelForCausalLM.from_pretrained(base if form == "peft" else tmp_path / "out")
+    plain = AutoModelForCausalLM.from_pretrained(olmoe_folder if form == "peft" else tmp_path / "out")
     exported = PeftModel.from_pretrained(plain, tmp_path / "out") if form == "peft" else plain
     assert_same_logits(plain_logits(exported), our_logits(restored.backbone, deployment))
     card = (tmp_path / "out" / "README.md").read_text()

@@ -96,9 +96,7 @@ def test_each_form_is_the_other_bit_for_bit(family: str, base_folder: BaseFolder
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_names_shapes_and_packing_are_what_the_servers_take(
-    family: str, base_folder: BaseFolder, tmp_path: Path
-) -> None:
+def test_names_shapes_and_packing_are_what_the_servers_take(family, base_folder, tmp_path):
     """The rules in the docstring of `fedguild.export.per_expert`, written down again from the servers' side."""
     backbone, _, ours, config = exported(family, base_folder(family), tmp_path)
     assert all(re.fullmatch(r"base_model\.model\.[\w.]+\.lora_[AB]\.weight", name) for name in ours)
@@ -122,9 +120,7 @@ def test_names_shapes_and_packing_are_what_the_servers_take(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_merged_by_hand_into_the_unfused_weights_it_gives_our_logits(
-    family: str, base_folder: BaseFolder, tmp_path: Path
-) -> None:
+def test_merged_by_hand_into_the_unfused_weights_it_gives_our_logits(family, base_folder, tmp_path):
     base = base_folder(family)
     backbone, deployment, ours, config = exported(family, base, tmp_path / "adapter")
     weights = load_file(base / "model.safetensors")
@@ -148,9 +144,7 @@ def test_what_an_adapter_cannot_carry_is_refused(olmoe_backbone: Backbone, tmp_p
     assert not list(tmp_path.iterdir())
 
 
-def test_a_weight_that_is_no_linear_layer_on_the_hub_is_named(
-    olmoe_backbone: Backbone, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_weight_that_is_no_linear_layer_on_the_hub_is_named(olmoe_backbone, monkeypatch):
     weight = f"{olmoe_backbone.info.moe[0].experts}.down_proj"
     monkeypatch.setattr("fedguild.export.per_expert.revert_weight_conversion", lambda model, weights: weights)
     with pytest.raises(ModelError, match="is not stored as linear layers"):

@@ -21,10 +21,7 @@ from tests.backbones import random_rows, tiny_model
 from tests.export.conftest import assert_same_logits, deployment_of
 
 PLAN = AdapterPlan((Lora(3, 0.7, ("attention", "mlp", "router", "experts")), OutputScale("per_layer")))
-INPUTS = {
-    "input_ids": torch.tensor(random_rows([9, 9], 1)),
-    "decoder_input_ids": torch.tensor(random_rows([5, 5], 2)),
-}
+INPUTS = {"input_ids": torch.tensor(random_rows([9, 9], 1)), "decoder_input_ids": torch.tensor(random_rows([5, 5], 2))}
 
 
 @pytest.fixture(scope="module")

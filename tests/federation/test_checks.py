@@ -171,12 +171,7 @@ def test_a_clock_that_is_off(seconds: int, faulty: bool) -> None:
 
 @pytest.mark.parametrize(
     ("host", "opens", "faulty"),
-    [
-        ("127.0.0.1", None, False),
-        ("localhost", None, False),
-        ("0.0.0.0", None, True),
-        ("0.0.0.0", "fleet", False),
-    ],
+    [("127.0.0.1", None, False), ("localhost", None, False), ("0.0.0.0", None, True), ("0.0.0.0", "fleet", False)],
 )
 def test_an_address_that_others_reach_needs_a_word(host: str, opens: str | None, faulty: bool) -> None:
     port, control_port = free_ports(2)

@@ -38,10 +38,7 @@ def test_contacts_are_noted_under_the_names_of_the_keys() -> None:
     transport.nodes()
     inner.connected = inner.connected[1:]
     transport.nodes()
-    assert events == [
-        ("online", {"clients": ["client-000", "client-001"]}),
-        ("online", {"clients": ["client-001"]}),
-    ]
+    assert events == [("online", {"clients": ["client-000", "client-001"]}), ("online", {"clients": ["client-001"]})]
     events.clear()
     hello, train = Message("hello", RUN), Message("train", RUN, round=3, client=5)
     assert transport.send(8, hello, ttl_seconds=1) == "8-hello"

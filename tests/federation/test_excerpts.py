@@ -17,13 +17,11 @@ from fedguild.server import checkpoint
 from tests.engines.equality import case_config
 from tests.federation.flower.loopback import LoopbackGrid, LoopbackNode
 from tests.federation.flower.loopback_federation import Lines, serve_on, trainers_of
-from tests.runs.runs import save_model
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {family: save_model(folder / family, family) for family in ("llama", "olmoe")}
+def models(llama_folder: Path, olmoe_folder: Path) -> dict[str, Path]:
+    return {"llama": llama_folder, "olmoe": olmoe_folder}
 
 
 def recorded(config: Config, folder: Path) -> tuple[LoopbackGrid, list[Message]]:

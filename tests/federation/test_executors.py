@@ -72,9 +72,7 @@ def until(said: Path, text: str) -> Iterator[None]:
         yield None
 
 
-def test_only_the_round_loop_of_fedguilds_app_is_started(
-    loop: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_only_the_round_loop_of_fedguilds_app_is_started(loop, monkeypatch, tmp_path):
     class Given(list):  # type: ignore[type-arg]
         def __iter__(self) -> Iterator[Task | None]:
             yield Task(SERVER_APP, "f" * 64, "foreign")
@@ -93,9 +91,7 @@ def test_only_the_round_loop_of_fedguilds_app_is_started(
     assert [entry["app"] for entry in AuditLog(tmp_path).read()] == ["f" * 64, TRUSTED]
 
 
-def test_a_loop_that_fails_ends_its_run_and_one_that_lasts_is_kept_and_ended(
-    loop: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_loop_that_fails_ends_its_run_and_one_that_lasts_is_kept_and_ended(loop, monkeypatch, tmp_path):
     monkeypatch.setattr(server_executor, "HEARTBEAT_SECONDS", 0.0)
     source = Source([])
 
@@ -127,9 +123,7 @@ def take_all(source: Source, answer: Callable[..., str], monkeypatch: pytest.Mon
         thread.join()
 
 
-def test_a_client_says_what_it_refused_and_goes_on_after_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_client_says_what_it_refused_and_goes_on_after_an_error(monkeypatch, capsys):
     source = Source([Task(CLIENT_APP, "", "foreign"), None, Task(CLIENT_APP, "", "lost"), Task(CLIENT_APP, "", "good")])
     answered = []
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,12 +44,7 @@ sys.exit(int(bool(sys.argv[2])))
 
 
 class Guild:
-    """A server's folder, with programs that stand for Flower's.
-
-    Args:
-        folder: A new folder.
-        patch: Puts the programs in their places.
-    """
+    """A server's folder, with programs that stand for Flower's."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         write_project(folder, 2, "flame/tiny-tasks", ["federation.clients=2"])
@@ -165,9 +160,7 @@ def test_a_program_of_flowers_that_hangs_is_ended_with_a_message(guild: Guild, m
         ("::", "fleet", "https://[::]:9443, to whoever reaches this machine: /v1/fleet/, which needs"),
     ],
 )
-def test_a_server_says_what_it_opens_as_it_starts(
-    host: str, opens: str | None, told: str, guild: Guild, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_says_what_it_opens_as_it_starts(host, opens, told, guild, monkeypatch):
     path = guild.folder / "server.yaml"
     settings = {**yaml.safe_load(path.read_text()), "host": host, "opens": opens, "port": 9443, "control_port": 9444}
     path.write_text(yaml.safe_dump(settings))
@@ -258,13 +251,7 @@ def test_ctrl_c_asks_the_run_to_stop_and_a_second_one_does_not_wait(guild: Guild
         (ValueError("broken"), {"status": "failed", "message": "ValueError: broken", "hint": ""}),
     ],
 )
-def test_the_round_loop_leaves_its_outcome(
-    ends: Callable[..., None] | Exception,
-    outcome: dict[str, Any],
-    guild: Guild,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_round_loop_leaves_its_outcome(ends, outcome, guild, monkeypatch, capsys):
     asked = []
 
     def serve(transport: object, settings: object, folder: Path, *, progress: Any, round: int | None) -> Any:
@@ -291,3 +278,29 @@ def test_the_round_loop_leaves_its_outcome(
     printed = capsys.readouterr().out
     assert printed.startswith("Loading.\nRound 1 of 2.\n")
     assert ("Scores: large 0.500." in printed) == (outcome["status"] == "done")
+
+
+PROGRAM = """
+import signal, sys, threading
+from fedguild.federation.server_app import _before_sigterm
+def flowers(number, frame):
+    print("the handler from before", number, flush=True)
+    sys.exit(7)
+{before}
+_before_sigterm(lambda: print("last words", flush=True))
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "said", "status"),
+    [
+        ("signal.signal(signal.SIGTERM, flowers)", "last words\nthe handler from before 15\n", 7),
+        ("", "last words\n", -signal.SIGTERM),
+    ],
+)
+def test_last_words_come_before_flowers_own_handler(before: str, said: str, status: int) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(before=before)], capture_output=True, text=True, check=False
+    )
+    assert (ended.stdout, ended.returncode) == (said, status), ended.stderr

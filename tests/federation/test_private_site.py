@@ -21,21 +21,10 @@ from fedguild.privacy.dp.ledger import FILE, Ledger
 from fedguild.runs.guarantee import rules_of
 from tests.federation.flower.loopback_federation import QUICK, small_config, trainers_of
 from tests.federation.test_trainer_service import RUN, train_request
-from tests.runs.runs import load_models_once, save_model
 
 METHOD = ("method.targets=[q_proj]", "method.rank_by_budget=false")
 LOCAL = ("privacy.unit=client", "privacy.noise_multiplier=6", "privacy.clip=0.1")
 EXAMPLE = ("privacy.unit=example", "privacy.noise_multiplier=3", "privacy.sample_rate=0.1")
-
-
-@pytest.fixture(autouse=True)
-def _models(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_models_once(monkeypatch, "runs.setup.preparation")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
 
 
 def private(model: Path, *overrides: str) -> Config:
@@ -53,11 +42,9 @@ def answered(trainer: TrainerService, request: Message) -> dict[str, torch.Tenso
 
 
 @pytest.mark.parametrize("overrides", [LOCAL, EXAMPLE])
-def test_another_request_gets_other_noise_and_the_same_one_the_same_answer(
-    model: Path, tmp_path: Path, overrides: tuple[str, ...]
-) -> None:
+def test_another_request_gets_other_noise_and_the_same_one_the_same_answer(olmoe_folder, tmp_path, overrides):
     """Only the first and the third cost: the second is the same, and comes after a restart."""
-    config = private(model, *overrides)
+    config = private(olmoe_folder, *overrides)
     trainer, request = site(config, tmp_path), train_request(config)
     first = answered(trainer, request)
     again = site(config, tmp_path)
@@ -71,8 +58,8 @@ def test_another_request_gets_other_noise_and_the_same_one_the_same_answer(
     assert list(Ledger(trainer.work / FILE).releases(LEDGER_NAME).values()) == [expected] * 2
 
 
-def test_a_site_says_no_size_loss_or_score_that_is_not_public(model: Path, tmp_path: Path) -> None:
-    config = private(model, *LOCAL)
+def test_a_site_says_no_size_loss_or_score_that_is_not_public(olmoe_folder: Path, tmp_path: Path) -> None:
+    config = private(olmoe_folder, *LOCAL)
     trainer, request = site(config, tmp_path), train_request(config)
     hello = trainer.handle(Message("hello", RUN, 0, 1, metadata=run_metadata(config)))
     assert hello.metadata["sizes"] == {"train": 1, "validation": 0, "test": 0}
@@ -86,8 +73,8 @@ def test_a_site_says_no_size_loss_or_score_that_is_not_public(model: Path, tmp_p
     assert "scores are not among the run's privacy.public" in score.failure
 
 
-def test_a_site_stops_at_its_own_limit_over_all_runs(model: Path, tmp_path: Path) -> None:
-    config = private(model, *LOCAL)
+def test_a_site_stops_at_its_own_limit_over_all_runs(olmoe_folder: Path, tmp_path: Path) -> None:
+    config = private(olmoe_folder, *LOCAL)
     enough_for_two = (epsilon([Release(3.0, 2)], 1e-5) + epsilon([Release(3.0, 3)], 1e-5)) / 2
     trainer, request = site(config, tmp_path, max_epsilon=enough_for_two), train_request(config)
     other_run = Message("train", "cd" * 16, 1, 1, metadata=request.metadata, body=request.body)
@@ -98,8 +85,8 @@ def test_a_site_stops_at_its_own_limit_over_all_runs(model: Path, tmp_path: Path
     assert "its privacy is spent: another round would bring all runs together" in again.handle(further).failure
 
 
-def test_a_site_stops_at_the_runs_budget(model: Path, tmp_path: Path) -> None:
-    config = private(model, *LOCAL, f"privacy.max_epsilon={epsilon([Release(3.0)], 1e-5) + 0.01}")
+def test_a_site_stops_at_the_runs_budget(olmoe_folder: Path, tmp_path: Path) -> None:
+    config = private(olmoe_folder, *LOCAL, f"privacy.max_epsilon={epsilon([Release(3.0)], 1e-5) + 0.01}")
     trainer, request = site(config, tmp_path), train_request(config)
     assert not trainer.handle(request).failure
     assert "another round would bring this run to" in trainer.handle(replace(request, round=2)).failure
@@ -113,11 +100,9 @@ def test_a_site_stops_at_the_runs_budget(model: Path, tmp_path: Path) -> None:
         ((*LOCAL, "privacy.public=[scores, sizes]"), "declares scores and sizes public, beyond accept.public"),
     ],
 )
-def test_a_limit_refuses_what_it_cannot_count_whatever_is_asked(
-    model: Path, tmp_path: Path, overrides: tuple[str, ...], reason: str
-) -> None:
+def test_a_limit_refuses_what_it_cannot_count_whatever_is_asked(olmoe_folder, tmp_path, overrides, reason):
     """The server's word on what is public does not count."""
-    config = private(model, *overrides)
+    config = private(olmoe_folder, *overrides)
     trainer, request = site(config, tmp_path, max_epsilon=100.0), train_request(config)
     for kind in ("hello", "train", "score", "deliver"):
         asked = {**run_metadata(config), "scope": "client", "split": "test"}
@@ -129,10 +114,8 @@ def test_a_limit_refuses_what_it_cannot_count_whatever_is_asked(
 
 
 @pytest.mark.parametrize("overrides", [(), (*LOCAL, "privacy.trust_model=central")], ids=["none", "central"])
-def test_a_run_without_the_sites_noise_is_in_its_ledger_and_no_later_limit_holds(
-    model: Path, tmp_path: Path, overrides: tuple[str, ...]
-) -> None:
-    config, later = private(model, *overrides), private(model, *LOCAL)
+def test_a_run_without_the_sites_noise_is_in_its_ledger_and_no_later_limit_holds(olmoe_folder, tmp_path, overrides):
+    config, later = private(olmoe_folder, *overrides), private(olmoe_folder, *LOCAL)
     trainer = site(config, tmp_path)
     for number in (1, 2):
         assert not trainer.handle(replace(train_request(config), round=number)).failure
@@ -144,8 +127,8 @@ def test_a_run_without_the_sites_noise_is_in_its_ledger_and_no_later_limit_holds
     assert not site(later, tmp_path, max_epsilon=1e6).handle(request).failure
 
 
-def test_a_refusal_says_no_number_that_follows_from_the_size(model: Path, tmp_path: Path) -> None:
-    config = private(model, *LOCAL, "training.steps=null", "training.epochs=2", "privacy.public=[scores]")
+def test_a_refusal_says_no_number_that_follows_from_the_size(olmoe_folder: Path, tmp_path: Path) -> None:
+    config = private(olmoe_folder, *LOCAL, "training.steps=null", "training.epochs=2", "privacy.public=[scores]")
     for limit in ({"max_steps": 1}, {"min_examples": 10**6}):
         failure = site(config, tmp_path, **limit).handle(train_request(config)).failure
         assert failure.startswith("refused by its site: a round")
@@ -162,10 +145,8 @@ def test_a_refusal_says_no_number_that_follows_from_the_size(model: Path, tmp_pa
 
 
 @pytest.mark.parametrize("error", [RuntimeError("index 17 of example 'secret'"), DataError("Example 'secret' is bad.")])
-def test_an_error_tells_a_private_runs_server_nothing(
-    model: Path, tmp_path: Path, error: Exception, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = private(model, *LOCAL)
+def test_an_error_tells_a_private_runs_server_nothing(olmoe_folder, tmp_path, error, capsys):
+    config = private(olmoe_folder, *LOCAL)
     trainer = site(config, tmp_path)
 
     def failing(*_: object) -> None:
@@ -176,9 +157,9 @@ def test_an_error_tells_a_private_runs_server_nothing(
     assert "secret" in capsys.readouterr().err
 
 
-def test_a_run_keeps_the_config_that_it_began_with(model: Path, tmp_path: Path) -> None:
+def test_a_run_keeps_the_config_that_it_began_with(olmoe_folder: Path, tmp_path: Path) -> None:
     """Else a second config could ask for what the first one left in the client's memory."""
-    first, second = private(model, *LOCAL), private(model, *EXAMPLE)
+    first, second = private(olmoe_folder, *LOCAL), private(olmoe_folder, *EXAMPLE)
     assert not site(first, tmp_path).handle(train_request(first)).failure
     trainer = site(second, tmp_path)  # the site's process was started anew
     assert "the run began here with another config" in trainer.handle(train_request(second, round=2)).failure
@@ -195,10 +176,8 @@ CENTRAL = ("privacy.unit=client", "privacy.trust_model=central", "privacy.noise_
     [(EXAMPLE, Release(3.0, 4, 0.1)), (CENTRAL, Release(3.0, 2)), (LOCAL, Release(3.0, 2))],
     ids=["example", "central", "local"],
 )
-def test_a_federation_records_what_its_clients_spend(
-    model: Path, tmp_path: Path, overrides: tuple[str, ...], released: Release
-) -> None:
-    settings = [*QUICK, *METHOD, *overrides, f"model.path={model}", "model.dtype=float32", "model.device=cpu"]
+def test_a_federation_records_what_its_clients_spend(olmoe_folder, tmp_path, overrides, released):
+    settings = [*QUICK, *METHOD, *overrides, f"model.path={olmoe_folder}", "model.dtype=float32", "model.device=cpu"]
     settings += ["training.steps=2", "training.batch_size=2", "evaluation.max_examples=4", "method.rank=3"]
     settings += ["data.options={train_examples: 96, test_examples: 12, families: [sum, reverse, topic]}"]
     settings += ["federation.budgets=[{name: all, active_experts: 4, rank: 3}]", "data.partition.minimum=4"]

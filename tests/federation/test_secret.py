@@ -25,7 +25,6 @@ from fedguild.privacy.dp.secret import SECRET_BYTES, private_seed, run_secret
 from fedguild.runs.setup import budgets_of, fitted, load_model
 from tests.engines.equality import case_config
 from tests.federation.flower.loopback_federation import trainers_of
-from tests.runs.runs import save_model
 
 RUN = "ab" * 16
 ETA = 1e-3
@@ -33,13 +32,8 @@ ETA = 1e-3
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {"llama": save_model(tmp_path_factory.mktemp("models") / "llama", "llama")}
-
-
-@pytest.fixture(scope="module")
-def config(models: dict[str, Path]) -> Config:
-    return case_config("fedamole", models)
+def config(llama_folder: Path) -> Config:
+    return case_config("fedamole", {"llama": llama_folder})
 
 
 def noisy(config: Config, eta: float | None = ETA) -> Config:

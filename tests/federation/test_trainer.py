@@ -6,15 +6,11 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 from fedguild.federation import trainer
 from fedguild.federation.site import SiteSettings
 
 
-def test_it_loads_then_answers_until_its_parent_has_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_loads_then_answers_until_its_parent_has_ended(tmp_path, monkeypatch, capsys):
     said: list[str] = []
 
     class Service:

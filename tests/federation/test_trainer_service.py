@@ -20,14 +20,13 @@ from fedguild.federation.trainer_service import TrainerService, model_digest, ru
 from fedguild.methods import build_method
 from fedguild.runs.setup import budgets_of, fitted, load_model
 from tests.federation.flower.loopback_federation import QUICK, small_config, trainers_of
-from tests.runs.runs import save_model
 
 RUN = "ab" * 16
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    return small_config(save_model(tmp_path_factory.mktemp("model")), *QUICK)
+def config(olmoe_folder: Path) -> Config:
+    return small_config(olmoe_folder, *QUICK)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 from fedguild.measuring.log.folder import load_run
 from fedguild.report.html import write_index, write_sweep
 from fedguild.report.sweep import tabulate
-from tests.report.watch.browser import CUT, Browser
+from tests.report.watch.browser import CUT
 
 SHOWN = "[...document.querySelectorAll('svg.figure')].filter((one) => one.getBoundingClientRect().width)"
 SMALL = f"{SHOWN}.filter((one) => one.getBoundingClientRect().width < one.viewBox.baseVal.width * 96 / 72 - 1).length"
@@ -40,9 +40,7 @@ def sweep_pages(folders: dict[str, list[Path]], tmp_path_factory: pytest.TempPat
     ]
 
 
-def test_written_pages_fit_a_wide_page_and_a_phone(
-    browser: Browser, run_page: Path, personal_page: Path, comparison_page: Path, sweep_pages: list[Path]
-) -> None:
+def test_written_pages_fit_a_wide_page_and_a_phone(browser, run_page, personal_page, comparison_page, sweep_pages):
     index = write_index(run_page.parents[1])
     pages = [run_page, personal_page, comparison_page, *sweep_pages, index]
     assert {page.name for page in pages} == {"report.html", "comparison.html", "sweep.html", "index.html"}

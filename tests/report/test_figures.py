@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import math
 import re
 import xml.etree.ElementTree as ElementTree
-from itertools import combinations
 
 import matplotlib
 import numpy as np
@@ -13,7 +11,7 @@ from fedguild.measuring.log.folder import Run
 from fedguild.report import comparison_figures, figures
 from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.costs import Cost
-from fedguild.report.style import NARROW_WIDTH, spread_apart, trend_limits
+from fedguild.report.style import NARROW_WIDTH
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -74,9 +72,7 @@ def scatter_figure(table: ComparisonTable, runs: dict[str, list[Run]]) -> str:
     return comparison_figures.cost_against_score(table, runs)
 
 
-def test_comparison_figures_name_the_methods_and_budgets(
-    table: ComparisonTable, runs: dict[str, list[Run]], scatter_figure: str
-) -> None:
+def test_comparison_figures_name_the_methods_and_budgets(table, runs, scatter_figure):
     bars = texts(comparison_figures.score_bars(table))
     mean = table.row("flame").spread("b4")
     assert mean is not None
@@ -99,42 +95,6 @@ def test_figures_repeat_exactly_share_no_id_and_leave_matplotlib_alone() -> None
     assert ids[0]
     assert not ids[0] & ids[1]
     assert dict(matplotlib.rcParams) == before
-
-
-def test_labels_are_spread_apart_in_order() -> None:
-    assert spread_apart([0.5, 0.1, 0.9], 0.1) == pytest.approx([0.5, 0.1, 0.9])
-    moved = spread_apart([0.50, 0.51, 0.52], 0.1)
-    assert moved[1] - moved[0] == pytest.approx(0.1)
-    assert moved[2] - moved[1] == pytest.approx(0.1)
-    assert sum(moved) == pytest.approx(1.53)
-    assert spread_apart([], 0.1) == []
-
-
-@pytest.mark.parametrize(
-    ("values", "bounds", "limits"),
-    [
-        ([0.5, 0.6], (0.0, 1.0), (0.493, 0.607)),
-        ([0.0, 1.0], (0.0, 1.0), (0.0, 1.0)),
-        ([0.4], (0.0, 1.0), (0.38, 0.42)),
-        ([0.0], (0.0, 1.0), (0.0, 0.05)),
-        ([-2.0, 2.0, float("nan")], (-math.inf, math.inf), (-2.28, 2.28)),
-        ([], (0.0, 1.0), (0.0, 1.0)),
-    ],
-)
-def test_limits_reach_a_little_beyond_the_values(values, bounds, limits) -> None:
-    assert trend_limits(values, bounds) == pytest.approx(limits)
-
-
-def test_names_of_points_do_not_lie_over_each_other(scatter_figure: str) -> None:
-    """Methods that send the same at every budget have all their points at one x."""
-    placed = [
-        (float(node.get("x", "nan")), float(node.get("y", "nan")), "".join(node.itertext()))
-        for node in ElementTree.fromstring(scatter_figure).iter(f"{SVG}text")
-        if re.fullmatch(r"b\d", "".join(node.itertext()))
-    ]
-    assert len(placed) == 16
-    for one, other in combinations(placed, 2):
-        assert abs(one[0] - other[0]) > 6 or abs(one[1] - other[1]) > 6, (one, other)
 
 
 def width_of(svg: str) -> float:

@@ -14,7 +14,7 @@ from fedguild.core.errors import CheckpointError
 from fedguild.measuring.log.folder import load_run
 from fedguild.measuring.log.records import EvaluationRecord, ObservationRecord, RunLog
 from fedguild.measuring.scores.statistics import half_width, spread
-from fedguild.report.html import write_comparison, write_report
+from fedguild.report.html import write_report
 from fedguild.report.tables import run_table
 from fedguild.runs.api.launch import Launch
 from fedguild.runs.api.run_grid import RunGrid
@@ -100,14 +100,6 @@ def test_the_page_of_a_run_in_which_every_client_has_a_model_of_its_own(personal
     assert page.count("<svg") == 9 + page.count('<div class="on-narrow"><svg') == 9 + 8
 
 
-def test_the_page_of_a_comparison_without_global_models(personal_folder: Path, tmp_path: Path) -> None:
-    page = write_comparison({"fedamole": [personal_folder]}, tmp_path).read_text()
-    assert_self_contained(page)
-    for text in ("MTAL", "As received", "Observations of the methods", "utilisation entropy (nats)"):
-        assert text in page
-    assert "active experts, so inference costs the same" not in page
-
-
 def test_the_page_of_a_comparison(comparison_page: Path) -> None:
     assert comparison_page.parts[-2:] == ("out", "comparison.html")
     page = comparison_page.read_text()
@@ -152,9 +144,7 @@ def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., f
     return compare
 
 
-def test_the_pages_of_a_table_have_its_figure_of_the_comparisons_own_runs(
-    compared: Callable[..., fedguild.Comparison], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_pages_of_a_table_have_its_figure_of_the_comparisons_own_runs(compared, monkeypatch):
     """On the page of every column, though it is of all; its points are the means over two seeds."""
     for name in ("score_bars", "curves_by_column", "cost_against_score"):  # which other tests draw
         monkeypatch.setattr(f"fedguild.report.comparison_figures.{name}", lambda *_: "<svg></svg>")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
@@ -52,9 +51,7 @@ def test_a_difference_is_between_each_rows_own_score_seed_by_seed(table: Compari
     assert table.difference("flame", "pooled") is None
 
 
-def test_one_column_has_an_overview_only_where_its_rows_have_unlike_scores(
-    table: ComparisonTable, tmp_path: Path
-) -> None:
+def test_one_column_has_an_overview_only_where_its_rows_have_unlike_scores(table, tmp_path):
     alike = dict.fromkeys(SCORES, "mean")
     assert not adds_to({"": table}, {**alike, "unused": "mtal"})
     assert adds_to({"a": table, "b": table}, alike)

@@ -63,14 +63,7 @@ def test_own_models_and_those_received_next_stand_side_by_side(personal_run: Run
     assert table.received == pytest.approx(table.mtal - 0.1)
     assert table.clients_before == pytest.approx(0.5 + 0.035)
     grid = table.grid()
-    assert [cell.text for cell in grid.header] == [
-        "Client",
-        "Budget",
-        "Examples",
-        "Before",
-        "Own model",
-        "As received",
-    ]
+    assert [cell.text for cell in grid.header] == ["Client", "Budget", "Examples", "Before", "Own model", "As received"]
     assert [cell.text for cell in grid.rows[2]] == ["client-002", "b3", "–", "0.520", "0.640", "0.540"]
     last = [cell.text for cell in grid.rows[-1]]
     assert last == ["Mean over clients", "", "", "0.535", "0.655 ± 0.024", "0.555 ± 0.024"]

@@ -1,4 +1,4 @@
-"""A random model on disk, and the command."""
+"""A recorded run, and the command."""
 
 from __future__ import annotations
 
@@ -10,21 +10,9 @@ from typer.testing import CliRunner, Result
 
 from fedguild.cli import app
 from fedguild.runs import experiment
-from tests.runs.runs import save_model, small_config
+from tests.runs.runs import small_config
 
 Command = Callable[..., Result]
-
-
-@pytest.fixture(scope="session")
-def olmoe_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a random OLMoE of two layers with 8 experts, of which 4 are active."""
-    return save_model(tmp_path_factory.mktemp("models") / "olmoe")
-
-
-@pytest.fixture(scope="session")
-def llama_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a random dense Llama of two layers."""
-    return save_model(tmp_path_factory.mktemp("models") / "llama", "llama")
 
 
 @pytest.fixture(scope="session")

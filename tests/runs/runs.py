@@ -74,13 +74,7 @@ def load_models_once(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """What a finished run leaves behind.
-
-    Attributes:
-        records: Its records, without what the clock says.
-        state: The method's state after the last round.
-        memory: File -> content of what the clients kept.
-    """
+    """What a finished run leaves behind."""
 
     records: list[dict[str, Any]]
     state: Payload

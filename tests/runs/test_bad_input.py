@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -82,9 +81,7 @@ def nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ],
 )
 @pytest.mark.usefixtures("nothing_is_read")
-def test_an_assignment_that_cannot_be_is_told_before_the_data_is_read(
-    complaint: Complaint, override: str, told: list[str]
-) -> None:
+def test_an_assignment_that_cannot_be_is_told_before_the_data_is_read(complaint, override, told):
     """Data and model of a real preset are a download; here neither may even be asked for."""
     says(complaint("run", "fedamole/tiny-tasks", override, "--output", "out"), *told)
 
@@ -132,9 +129,7 @@ def check_start(monkeypatch: pytest.MonkeyPatch, start: Callable[..., Payload]) 
 
 
 @pytest.mark.parametrize("reads", [lambda large: large.numpy(), lambda large: [0.0].index(large.sum().item())])
-def test_a_start_that_only_values_can_take_is_left_to_the_run(
-    monkeypatch: pytest.MonkeyPatch, reads: Callable[[torch.Tensor], Any]
-) -> None:
+def test_a_start_that_only_values_can_take_is_left_to_the_run(monkeypatch, reads):
     """A method of another package may do with its tensors what shapes alone do not allow."""
     check_start(monkeypatch, lambda *_: reads(torch.zeros(2**19)))
 
@@ -146,9 +141,7 @@ def test_a_start_that_only_values_can_take_is_left_to_the_run(
         (lambda large: large @ torch.zeros(3), "RuntimeError: .*size", RuntimeError),
     ],
 )
-def test_a_start_that_fails_is_told_with_its_own_error(
-    monkeypatch: pytest.MonkeyPatch, fails: Callable[[torch.Tensor], Any], told: str, cause: type[Exception]
-) -> None:
+def test_a_start_that_fails_is_told_with_its_own_error(monkeypatch, fails, told, cause):
     """Also where it has large tensors, as long as no value of theirs is read."""
     with pytest.raises(ConfigError, match=f"flame cannot begin: its `start` raises {told}") as caught:
         check_start(monkeypatch, lambda *_: fails(torch.zeros(2**19)))
@@ -181,9 +174,7 @@ def test_a_start_that_fails_is_told_with_its_own_error(
     ],
 )
 @pytest.mark.usefixtures("nothing_is_read")
-def test_what_the_rounds_will_need_is_told_before_anything_is_read(
-    complaint: Complaint, monkeypatch: pytest.MonkeyPatch, overrides: list[str], told: list[str]
-) -> None:
+def test_what_the_rounds_will_need_is_told_before_anything_is_read(complaint, monkeypatch, overrides, told):
     for module in ("runs.setup.checks", "runs.tracking"):
         monkeypatch.setattr(f"fedguild.{module}.find_spec", lambda package: None)
     says(complaint("run", TASKS, *overrides, "--output", "out"), *told)
@@ -198,9 +189,7 @@ def test_what_the_rounds_will_need_is_told_before_anything_is_read(
         ["method={name: fedsa-lora}", "callbacks=[early-stopping]"],
     ],
 )
-def test_what_the_rounds_will_have_is_not_refused(
-    monkeypatch: pytest.MonkeyPatch, overrides: list[str], tmp_path: Path
-) -> None:
+def test_what_the_rounds_will_have_is_not_refused(monkeypatch, overrides, tmp_path):
     """Each gets as far as the data."""
 
     def read(*_: object) -> None:
@@ -211,9 +200,7 @@ def test_what_the_rounds_will_have_is_not_refused(
         experiment.run(load_config(TASKS, overrides), tmp_path / "out")
 
 
-def test_a_prompt_without_room_is_told_before_the_weights_are_read(
-    complaint: Complaint, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_prompt_without_room_is_told_before_the_weights_are_read(complaint, monkeypatch, tmp_path):
     """Whether free text is generated, the data tells."""
     monkeypatch.setattr(
         "fedguild.runs.setup.preparation.load_backbone", lambda **_: pytest.fail("the weights were read")
@@ -304,9 +291,7 @@ def reconfigured(**changes: object) -> Callable[[Path], None]:
         ),
     ],
 )
-def test_a_models_folder_that_cannot_be_loaded(
-    complaint: Complaint, olmoe_folder: Path, tmp_path: Path, spoil: Callable[[Path], None], reason: str
-) -> None:
+def test_a_models_folder_that_cannot_be_loaded(complaint, olmoe_folder, tmp_path, spoil, reason):
     folder = shutil.copytree(olmoe_folder, tmp_path / "model")
     spoil(folder)
     says(complaint("run", TASKS, *small_settings(folder), "--output", "out"), reason.format(folder=folder))
@@ -320,9 +305,7 @@ def test_a_folder_that_holds_a_run(complaint: Complaint, olmoe_folder: Path, rec
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
 
 
-def test_a_start_that_failed_leaves_no_folder_that_blocks_the_next(
-    command: Command, complaint: Complaint, olmoe_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_start_that_failed_leaves_no_folder_that_blocks_the_next(command, complaint, olmoe_folder, monkeypatch):
     """The score before training is taken after the config is written."""
 
     def refused(*_: object) -> list[Record]:
@@ -346,15 +329,16 @@ def test_a_folder_that_holds_no_run(complaint: Complaint, command_name: str) -> 
     says(complaint(command_name, "nowhere", *options), "nowhere is not the folder of a run", "`fedguild run`")
 
 
-def spoil(monkeypatch: pytest.MonkeyPatch, how: Callable[[Payload], Payload], round: int, *clients: int) -> None:
-    """Changes the uploads of some clients in a round."""
+def spoil(monkeypatch: pytest.MonkeyPatch, round: int, *clients: int) -> None:
+    """Puts NaN into the uploads of some clients in a round."""
     original = Flame.local_update
 
     def update(self, cohort):
         uploads = original(self, cohort)
         bad = {who.index for who in cohort.clients if cohort.round == round} & set(clients)
         return [
-            how(upload) if who.index in bad else upload for who, upload in zip(cohort.clients, uploads, strict=True)
+            with_nan(upload) if who.index in bad else upload
+            for who, upload in zip(cohort.clients, uploads, strict=True)
         ]
 
     monkeypatch.setattr(Flame, "local_update", update)
@@ -369,21 +353,9 @@ def with_nan(upload: Payload) -> Payload:
     return Payload({**upload.tensors, ROUTER: broken})
 
 
-def with_another_rank(upload: Payload) -> Payload:
-    return Payload({**upload.tensors, ROUTER: upload.tensors[ROUTER][:2]})
-
-
-@pytest.mark.parametrize(
-    ("how", "reason"),
-    [
-        (with_nan, f"client-002: '{ROUTER}' has NaN or infinity in 2 of its 48 values."),
-        (with_another_rank, f"client-002: '{ROUTER}' has the shape [2, 16], but [3, 16] is expected."),
-    ],
-)
-def test_a_bad_upload_is_left_out_told_and_recorded(
-    command: Command, olmoe_folder: Path, monkeypatch: pytest.MonkeyPatch, how: Callable[..., Payload], reason: str
-) -> None:
-    spoil(monkeypatch, how, 1, 2)
+def test_a_bad_upload_is_left_out_told_and_recorded(command, olmoe_folder, monkeypatch):
+    reason = f"client-002: '{ROUTER}' has NaN or infinity in 2 of its 48 values."
+    spoil(monkeypatch, 1, 2)
     result = command("run", TASKS, *small_settings(olmoe_folder, TWO), "--output", "out")
     assert result.exit_code == 0, result.output
     assert f"Round 1: the upload of client 2 was rejected: {reason}" in result.stderr
@@ -402,7 +374,7 @@ def test_below_the_quorum_the_run_stops_and_goes_on_when_the_clients_are_mended(
 ) -> None:
     settings = small_settings(olmoe_folder)
     with pytest.MonkeyPatch.context() as patch:
-        spoil(patch, with_nan, 2, 0, 1, 3)
+        spoil(patch, 2, 0, 1, 3)
         told = complaint("run", TASKS, *settings, "--output", "out")
         says(told, "1 of 4 clients delivered a valid upload, but the quorum is 2.")
         says(told, "client-000: ", "client-001: ", "client-003: ", "NaN or infinity")

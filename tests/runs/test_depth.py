@@ -11,7 +11,7 @@ import fedguild
 from fedguild.config import load_config
 from fedguild.model.slots import SlotModel
 from fedguild.runs import experiment
-from tests.runs.runs import SETTINGS, save_model
+from tests.runs.runs import SETTINGS
 
 MOST = 12
 """It was 18 or 19 before 0.2.0."""
@@ -19,11 +19,6 @@ MOST = 12
 
 class ReachedError(Exception):
     """The loss of the first optimizer step is about to be computed."""
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "olmoe")
 
 
 AGGREGATES = {
@@ -38,9 +33,7 @@ AGGREGATES = {
 
 
 @pytest.mark.parametrize("method", AGGREGATES.values(), ids=AGGREGATES)
-def test_a_loss_is_a_dozen_calls_from_the_run(
-    method: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loss_is_a_dozen_calls_from_the_run(method, olmoe_folder, tmp_path, monkeypatch):
     """`run` and `token_losses` count; contexts and decorators of other packages do not."""
     source, names = str(Path(fedguild.__file__).parent), []
 
@@ -56,7 +49,7 @@ def test_a_loss_is_a_dozen_calls_from_the_run(
     monkeypatch.setattr("fedguild.runs.experiment.untrained_loss", lambda *_: None)
     monkeypatch.setattr(SlotModel, "token_losses", record)
     settings = [setting for setting in SETTINGS if not setting.startswith("method.")]
-    config = load_config("flame/tiny-tasks", [f"model.path={model}", *settings, f"method={{name: {method}}}"])
+    config = load_config("flame/tiny-tasks", [f"model.path={olmoe_folder}", *settings, f"method={{name: {method}}}"])
     with pytest.raises(ReachedError):
         experiment.run(config, tmp_path / "run")
     assert names[0] == "run"

@@ -15,7 +15,6 @@ from fedguild.core.layout import CHECKPOINTS
 from fedguild.measuring.log.records import RunLog, comparable
 from fedguild.runs import experiment
 from fedguild.server import checkpoint
-from tests.runs.conftest import Command
 from tests.runs.runs import Ended, assert_same, ended, says, small_config, small_settings
 
 Complaint = Callable[..., str]
@@ -54,9 +53,7 @@ def fill_up(patch: pytest.MonkeyPatch, folder: Path, name: str, after_round: int
         ("round-00003.memory", 2),
     ],
 )
-def test_a_full_disk_costs_nothing_that_was_written(
-    complaint: Complaint, olmoe_folder: Path, whole: Ended, file: str, after_round: int
-) -> None:
+def test_a_full_disk_costs_nothing_that_was_written(complaint, olmoe_folder, whole, file, after_round):
     folder = Path("out")
     with pytest.MonkeyPatch.context() as patch:
         fill_up(patch, folder, file, after_round)
@@ -73,9 +70,7 @@ def test_a_full_disk_costs_nothing_that_was_written(
 
 
 @pytest.mark.parametrize("file", ["environment.json", "partition.json", "config.yaml"])
-def test_a_disk_that_is_full_from_the_start_takes_the_same_command_again(
-    complaint: Complaint, olmoe_folder: Path, whole: Ended, file: str
-) -> None:
+def test_a_disk_that_is_full_from_the_start_takes_the_same_command_again(complaint, olmoe_folder, whole, file):
     with pytest.MonkeyPatch.context() as patch:
         fill_up(patch, Path("out"), file)
         says(complaint("run", TASKS, *small_settings(olmoe_folder), "--output", "out"), f"Cannot write out/{file}")
@@ -84,9 +79,7 @@ def test_a_disk_that_is_full_from_the_start_takes_the_same_command_again(
 
 
 @pytest.mark.parametrize("damage", [lambda content: content[:-9], lambda content: b"\0" * len(content)])
-def test_a_damaged_checkpoint_is_skipped_for_the_one_before(
-    command: Command, recorded: Path, whole: Ended, damage: Callable[[bytes], bytes]
-) -> None:
+def test_a_damaged_checkpoint_is_skipped_for_the_one_before(command, recorded, whole, damage):
     shutil.copytree(recorded, "out")
     file = Path("out") / CHECKPOINTS / "round-00003.checkpoint"
     file.write_bytes(damage(file.read_bytes()))

@@ -179,9 +179,7 @@ def test_a_clients_own_model_merged(runs: dict[str, Path], tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("form", ["peft", "merged"])
-def test_a_part_beside_the_weights_without_code_has_no_form(
-    form: Form, runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_part_beside_the_weights_without_code_has_no_form(form, runs, tmp_path, monkeypatch):
     monkeypatch.setattr(run, "beyond_weights", lambda plan: ["MixtureOfLora"])
     with pytest.raises(ModelError, match=r"The model of flame .*MixtureOfLora\): no exported form can hold it"):
         export(runs["flame"], Subject(client="client-000"), tmp_path / "mine", form)

@@ -30,9 +30,7 @@ def recorded(folder: Path) -> dict[str, object]:
         ("fedit/tiny-tasks", "fedavg", 4, {"gate": ("none", "full"), "experts": ("none", "lora")}),
     ],
 )
-def test_a_method_without_options_runs_on_a_dense_model(
-    command: Command, llama_folder: Path, base: str, method: str, clients: int, fitted: dict[str, tuple[object, object]]
-) -> None:
+def test_a_method_without_options_runs_on_a_dense_model(command, llama_folder, base, method, clients, fitted):
     """What was fitted is told and written down, beside every other option; evaluating and resuming fit it again."""
     settings = small_settings(llama_folder, f"method={{name: {method}}}", f"federation.clients={clients}", *ONE_ROUND)
     result = command("run", base, *settings, "--output", "out")

@@ -75,9 +75,7 @@ def test_nothing_but_the_scores_of_round_0_is_missing(olmoe_folder: Path, tmp_pa
 @pytest.mark.parametrize(
     "moment", [pytest.param(moment, marks=() if moment in SOON else pytest.mark.long) for moment in MOMENTS]
 )
-def test_a_killed_run_resumes_to_the_same_bits(
-    config: Config, uninterrupted: Ended, moment: str, tmp_path: Path
-) -> None:
+def test_a_killed_run_resumes_to_the_same_bits(config, uninterrupted, moment, tmp_path):
     target, call, after = MOMENTS[moment]
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, target, call, after=after)
@@ -104,9 +102,7 @@ def test_before_the_first_evaluation_a_run_has_no_score_but_is_followed(config: 
     assert scores.keys() == {"large", "small"}, "the initial state is there, for whoever wants its score after all"
 
 
-def test_a_run_that_is_stopped_before_its_first_evaluation_is_scored(
-    config: Config, uninterrupted: Ended, tmp_path: Path
-) -> None:
+def test_a_run_that_is_stopped_before_its_first_evaluation_is_scored(config, uninterrupted, tmp_path):
     """Its report needs a score; early stopping waits for one."""
 
     def enough(event: Event) -> None:

@@ -134,9 +134,7 @@ def test_what_is_left_out_and_cut_is_counted_and_said(command: Command, olmoe_fo
     assert ("1 of 1 scored prompts lose their beginning" in ran.stderr) is bool(lost)
 
 
-def test_a_rate_that_anneals_to_nothing_leaves_the_last_round_without_effect(
-    olmoe_folder: Path, tmp_path: Path
-) -> None:
+def test_a_rate_that_anneals_to_nothing_leaves_the_last_round_without_effect(olmoe_folder, tmp_path):
     """From the config to the clients: the last round's rate is a billionth of the first one's."""
     annealed = ["training.round_schedule=linear", "training.round_final=1e-9", "training.optimizer=sgd"]
     settings = ["method={name: fedit, rank: 3}", "federation.rounds=2", "evaluation.max_examples=1", *annealed]

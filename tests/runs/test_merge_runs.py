@@ -16,7 +16,7 @@ from fedguild.core.layout import CHECKPOINTS
 from fedguild.model.backbone import Backbone
 from fedguild.runs import experiment
 from fedguild.server import checkpoint, merge_history
-from tests.runs.runs import Killed, assert_same, ended, kill_at, save_model, small_config
+from tests.runs.runs import Killed, assert_same, ended, kill_at, small_config
 
 METHODS = {
     "flora": ["method={name: flora, targets: [attention, router, experts]}"],
@@ -45,11 +45,6 @@ experiment.resume(folder)
 """Resumes a run in a process of its own, which is killed as soon as it has received a version (0: never)."""
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def config_of(model: Path, method: str, *more: str):
     without_rank = ["evaluation.max_examples=2", "evaluation.every=3", "federation.cohort_size=3", *more]
     return small_config(model, *without_rank, *METHODS[method])
@@ -67,9 +62,9 @@ def resumed_in_a_new_process(folder: Path, kill_at_version: int = 0) -> int:
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_that_is_killed_twice_ends_like_one_that_was_not(method: str, model: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_killed_twice_ends_like_one_that_was_not(method: str, olmoe_folder: Path, tmp_path: Path) -> None:
     """At the end of round 2, before its checkpoint; then in round 2 again, in a new process, version 1 received."""
-    config = config_of(model, method, "federation.client_fraction=0.75")
+    config = config_of(olmoe_folder, method, "federation.client_fraction=0.75")
     experiment.run(config, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, "fedguild.server.checkpoint.save", 3)
@@ -83,13 +78,11 @@ def test_a_run_that_is_killed_twice_ends_like_one_that_was_not(method: str, mode
     assert list(ledger(tmp_path / "whole")) == ["version-00001.merge", "version-00002.merge"]
 
 
-def test_a_run_whose_changes_are_folded_is_resumed(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_changes_are_folded_is_resumed(olmoe_folder, tmp_path, monkeypatch):
     """Its ledger lost on the way; at the end there is one dense change, and no file of what it replaced."""
     monkeypatch.setattr(merge_history, "FLOOR", 0)
     settings = ("federation.rounds=5", "federation.save_total_limit=1", "evaluation.clients=true")
-    config = config_of(model, "flora", *settings)
+    config = config_of(olmoe_folder, "flora", *settings)
     experiment.run(config, tmp_path / "whole")
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, "fedguild.server.checkpoint.save", 5)
@@ -103,9 +96,9 @@ def test_a_run_whose_changes_are_folded_is_resumed(
     assert len(list((tmp_path / "whole" / CHECKPOINTS / "history").iterdir())) == 2
 
 
-def test_going_back_a_round_does_not_see_what_came_after(model: Path, tmp_path: Path) -> None:
+def test_going_back_a_round_does_not_see_what_came_after(olmoe_folder: Path, tmp_path: Path) -> None:
     """A run whose last checkpoints are gone repeats its rounds, though the ledger has later versions."""
-    config = config_of(model, "flora", "federation.save_total_limit=4")
+    config = config_of(olmoe_folder, "flora", "federation.save_total_limit=4")
     experiment.run(config, tmp_path)
     whole, versions = ended(tmp_path), ledger(tmp_path)
     for round in (2, 3):
@@ -117,12 +110,10 @@ def test_going_back_a_round_does_not_see_what_came_after(model: Path, tmp_path: 
     assert ledger(tmp_path) == versions
 
 
-def test_merges_never_leak_into_another_run_on_the_same_backbone(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merges_never_leak_into_another_run_on_the_same_backbone(olmoe_folder, tmp_path, monkeypatch):
     """A run is the same whether the backbone served a merging run before, also one that was killed in training."""
     fedit = ["method={name: fedit, rank: 2}", "evaluation.max_examples=2", "evaluation.every=3"]
-    experiment.run(small_config(model, *fedit), tmp_path / "alone")
+    experiment.run(small_config(olmoe_folder, *fedit), tmp_path / "alone")
     held: list[Backbone] = []
     load = experiment.prepare.__globals__["load_backbone"]
 
@@ -132,16 +123,16 @@ def test_merges_never_leak_into_another_run_on_the_same_backbone(
         return held[0]
 
     monkeypatch.setattr("fedguild.runs.setup.preparation.load_backbone", shared)
-    published = experiment.prepare(config_of(model, "flora"), tmp_path / "unused").backbone.fingerprint()
-    experiment.run(config_of(model, "flora"), tmp_path / "flora")
+    published = experiment.prepare(config_of(olmoe_folder, "flora"), tmp_path / "unused").backbone.fingerprint()
+    experiment.run(config_of(olmoe_folder, "flora"), tmp_path / "flora")
     assert held[0].fingerprint() == published
     with pytest.MonkeyPatch.context() as patch:
         kill_at(patch, "fedguild.client.cohort.Cohort.read", 10)
         with pytest.raises(Killed):
-            experiment.run(config_of(model, "florist"), tmp_path / "killed")
+            experiment.run(config_of(olmoe_folder, "florist"), tmp_path / "killed")
     assert checkpoint.latest(tmp_path / "killed" / CHECKPOINTS) >= 1
     assert not held[0].is_merged
-    experiment.run(small_config(model, *fedit), tmp_path / "after")
+    experiment.run(small_config(olmoe_folder, *fedit), tmp_path / "after")
     assert_same(ended(tmp_path / "after"), ended(tmp_path / "alone"))
-    experiment.run(config_of(model, "flora"), tmp_path / "again")
+    experiment.run(config_of(olmoe_folder, "flora"), tmp_path / "again")
     assert_same(ended(tmp_path / "again"), ended(tmp_path / "flora"))

@@ -210,12 +210,9 @@ def test_pfl_moe_is_scored_as_itself() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "model"),
-    [pytest.param(*pair, marks=() if pair[1] == "tiny" else pytest.mark.long) for pair in PAIRS],
+    ("method", "model"), [pytest.param(*pair, marks=() if pair[1] == "tiny" else pytest.mark.long) for pair in PAIRS]
 )
-def test_a_method_runs_a_step(
-    method: str, model: str, data: dict[str, list[str]], models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_method_runs_a_step(method, model, data, models, tmp_path):
     run_a_step(f"{method}/{model}-tasks", data, models, tmp_path)
 
 
@@ -228,16 +225,12 @@ def test_a_model_runs_a_step(model: str, data: dict[str, list[str]], models: dic
     "corpus",
     [corpus if corpus in OF_EACH_KIND else pytest.param(corpus, marks=pytest.mark.long) for corpus in AXES.data],
 )
-def test_a_data_set_runs_a_step(
-    corpus: str, data: dict[str, list[str]], models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_data_set_runs_a_step(corpus, data, models, tmp_path):
     run_a_step(f"fedit/tiny-{corpus}", data, models, tmp_path)
 
 
 @pytest.mark.parametrize("name", AXES.cells)
-def test_a_cell_with_a_file_of_its_own_runs_a_step(
-    name: str, data: dict[str, list[str]], models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_a_cell_with_a_file_of_its_own_runs_a_step(name, data, models, tmp_path):
     run_a_step(name, data, models, tmp_path)
 
 

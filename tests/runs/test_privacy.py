@@ -57,9 +57,7 @@ def spent(folder: Path) -> list[PrivacyRecord]:
     return [record for record in RunLog(folder).read() if isinstance(record, PrivacyRecord)]
 
 
-def test_a_run_per_example_records_its_guarantee_and_goes_on_after_a_kill(
-    olmoe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_per_example_records_its_guarantee_and_goes_on_after_a_kill(olmoe_folder, tmp_path, monkeypatch, capsys):
     config = private_config(olmoe_folder, *EXAMPLE, "privacy.noise_multiplier=1.2", "federation.rounds=2")
     progress = Lines()
     experiment.run(config, tmp_path / "whole", progress=progress)
@@ -134,9 +132,7 @@ def test_a_client_whose_budget_is_spent_stops_and_the_run_ends(olmoe_folder: Pat
     assert all(sum(release.times for release in ledger.releases(f"client-{c:03d}").values()) == 2 for c in range(3))
 
 
-def test_a_run_lets_its_accounts_decide_about_further_attempts(
-    olmoe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_lets_its_accounts_decide_about_further_attempts(olmoe_folder, tmp_path, monkeypatch):
     asked: list[Any] = []
 
     def stopping(number: int, state: Any, clients: Any, setup: RoundSetup, *_: Any) -> None:
@@ -199,9 +195,7 @@ def test_secret_sampling_charges_everybody(olmoe_folder: Path, tmp_path: Path) -
         ),
     ],
 )
-def test_what_no_account_would_hold_is_refused_before_anything_loads(
-    overrides: list[str], base: str, message: str
-) -> None:
+def test_what_no_account_would_hold_is_refused_before_anything_loads(overrides, base, message):
     with pytest.raises(ConfigError, match=message):
         check_config(load_config(base, overrides))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,12 +23,10 @@ from fedguild.measuring.log.records import (
     RunLog,
     comparable,
 )
-from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.runs import experiment
 from fedguild.runs.experiment import RunResult, restore
 from fedguild.runs.scoring import evaluate_state
-from fedguild.runs.setup import preparation
 from tests.runs.runs import small_config
 
 FEDIT = "method={name: fedit, rank: 3, targets: [q_proj, experts]}"
@@ -118,9 +115,7 @@ def test_a_client_is_scored_with_its_own_rescaler(personal: Path, loaded: list[d
 
 @pytest.mark.parametrize("active", ["budget", "method"])
 @pytest.mark.parametrize("method", ["flame", "fedit"])
-def test_budgets_are_scored_at_their_own_active_experts_or_at_the_methods(
-    olmoe_folder: Path, tmp_path: Path, method: str, active: str
-) -> None:
+def test_budgets_are_scored_at_their_own_active_experts_or_at_the_methods(olmoe_folder, tmp_path, method, active):
     overrides = ["federation.rounds=1", f"evaluation.active_experts={active}", *([FEDIT] if method == "fedit" else [])]
     _, records = run(small_config(olmoe_folder, *overrides), tmp_path)
     large, small = of_kind(records, EvaluationRecord, scope="budget", round=1)
@@ -166,17 +161,6 @@ def test_costs_follow_from_what_each_client_did(personal: Path, scored: list[Rec
         assert sum(record.upload_parts.values()) == record.upload_bytes
 
 
-def test_a_rounds_phases_add_up(scored: list[Record]) -> None:
-    rounds = of_kind(scored, RoundRecord)
-    assert [record.round for record in rounds] == [1, 2]
-    for record in rounds:
-        assert record.phase_seconds.keys() == {"download", "train", "validate", "aggregate", "evaluate", "checkpoint"}
-        assert sum(record.phase_seconds.values()) <= record.seconds
-        trained = sum(r.seconds for r in of_kind(scored, ClientRecord, round=record.round))
-        assert 0 < trained <= record.phase_seconds["train"]
-    assert rounds[1].phase_seconds["checkpoint"] > 0
-
-
 def test_routing_is_recorded_for_the_clients_that_trained(scored: list[Record]) -> None:
     for record in of_kind(scored, RoutingRecord):
         (asked,) = [r.participants for r in of_kind(scored, RoundRecord, round=record.round)]
@@ -202,21 +186,6 @@ def test_what_the_run_did_is_in_its_activity(personal: Path, scored: list[Record
         assert [event["client"] for event in delivered] == round.participants
         assert {(event["reason"], event["needed"]) for event in delivered} == {("", True)}
         assert any(event["event"] == "step" for event in inside[:ended])
-
-
-@pytest.fixture
-def backbones(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Backbone, str]]]:
-    """Every backbone that is loaded, with its fingerprint from before anything was done to it."""
-    found: list[tuple[Backbone, str]] = []
-
-    def load(*arguments: Any, **named: Any) -> Backbone:
-        backbone = original(*arguments, **named)
-        found.append((backbone, backbone.fingerprint()))
-        return backbone
-
-    original = preparation.load_backbone
-    monkeypatch.setattr(preparation, "load_backbone", load)
-    return found
 
 
 def test_a_limit_on_the_validation_examples_draws_from_all_clients(personal: Path) -> None:

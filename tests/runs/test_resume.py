@@ -71,9 +71,7 @@ def uninterrupted(finished: RunResult) -> Ended:
 @pytest.mark.parametrize(
     "moment", [pytest.param(moment, marks=() if moment in SOON else pytest.mark.long) for moment in MOMENTS]
 )
-def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(
-    config: Config, uninterrupted: Ended, moment: str, tmp_path: Path
-) -> None:
+def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(config, uninterrupted, moment, tmp_path):
     target, call, after = MOMENTS[moment]
     number = call if isinstance(call, int) else call[HALF if config.federation.client_fraction < 1 else ALL]
     with pytest.MonkeyPatch.context() as patch:
@@ -84,9 +82,7 @@ def test_a_run_killed_at_any_moment_resumes_to_the_same_bits(
     assert_same(ended(tmp_path), uninterrupted)
 
 
-def test_a_run_killed_again_and_again_resumes_to_the_same_bits(
-    config: Config, uninterrupted: Ended, tmp_path: Path
-) -> None:
+def test_a_run_killed_again_and_again_resumes_to_the_same_bits(config, uninterrupted, tmp_path):
     """Every process gets through one round's training and dies in the next."""
     start: Callable[..., object] = experiment.run
     arguments: tuple[object, ...] = (config, tmp_path)

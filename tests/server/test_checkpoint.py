@@ -94,9 +94,6 @@ def test_damage_is_named_with_the_way_back(tmp_path, damage):
 
 
 def test_a_sealed_file_of_something_else_is_no_checkpoint(tmp_path):
-    from fedguild.core.packing import pack
-    from fedguild.core.sealed import write_sealed
-
     for content in (
         b"hello",
         pack({}, {}),

@@ -19,7 +19,7 @@ from fedguild.runs.setup import prepare
 from fedguild.server.diagnosis import IDLE, INEXACTNESS, SHRINKAGE, Diagnosis
 from fedguild.server.method import Observation, Upload
 from tests.oracles import diagnosis as oracle
-from tests.runs.runs import assert_same, ended, save_model, small_config
+from tests.runs.runs import assert_same, ended, small_config
 
 EXPERTS, RANK = 3, 2
 MODEL = ModelInfo(
@@ -127,12 +127,11 @@ def test_a_tensor_that_one_client_has_in_another_rank_is_in_no_figure() -> None:
     assert not figures(payload(0), [payload(1)]), "one upload alone is not averaged"
 
 
-def test_a_run_reports_them_and_ends_as_without(tmp_path: Path) -> None:
-    model = save_model(tmp_path / "model")
+def test_a_run_reports_them_and_ends_as_without(olmoe_folder: Path, tmp_path: Path) -> None:
     settings = ("federation.rounds=1", "evaluation.max_examples=2")
     for name in ("plain", "diagnosed"):
         given = [*settings, f"evaluation.diagnostics={'true' if name == 'diagnosed' else 'false'}"]
-        config = small_config(model, *given, base="flame/tiny-tasks")
+        config = small_config(olmoe_folder, *given, base="flame/tiny-tasks")
         experiment.run(config, tmp_path / name)
     records = [one for one in RunLog(tmp_path / "diagnosed").read() if isinstance(one, ObservationRecord)]
     assert {SHRINKAGE, INEXACTNESS, IDLE} <= {record.name for record in records}
@@ -145,7 +144,7 @@ def test_a_run_reports_them_and_ends_as_without(tmp_path: Path) -> None:
     diagnosed.records[:] = new
     assert_same(diagnosed, plain)
     secure = small_config(
-        model,
+        olmoe_folder,
         *settings,
         "evaluation.diagnostics=true",
         "privacy.unit=client",

@@ -7,13 +7,7 @@ import torch
 from torch import Tensor
 
 from fedguild.methods.hetlora import product_norm
-from fedguild.server.low_rank import (
-    Factors,
-    by_module,
-    decompose,
-    stack,
-    truncate,
-)
+from fedguild.server.low_rank import Factors, by_module, decompose, stack, truncate
 from tests.oracles.low_rank import best_approximation, dense_product, dense_sum, frobenius
 
 SIZES = [
@@ -128,9 +122,6 @@ def test_a_product_that_cancels_has_no_negative_square() -> None:
     assert ((found >= 0) & (found < 1e-1)).all()
 
 
-# bad input
-
-
 def test_factors_that_make_no_product() -> None:
     for down, up in (((2, 5), (4, 3)), ((2, 5), (3, 4, 2)), ((5,), (4, 2)), ((3, 2, 5), (2, 4, 2))):
         with pytest.raises(ValueError, match="do not form a product"):
@@ -148,8 +139,3 @@ def test_a_lone_factor() -> None:
         by_module(
             {"q_proj.lora_A": torch.zeros(2, 5), "k_proj.lora_A": torch.zeros(2, 5), "k_proj.lora_B": torch.zeros(4, 2)}
         )
-
-
-def test_a_truncation_to_nothing() -> None:
-    with pytest.raises(ValueError, match="rank 0"):
-        truncate(decompose(random_factors((), 4, 3, 2, 0)), 0)

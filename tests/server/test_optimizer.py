@@ -122,13 +122,6 @@ def test_it_is_refused_with_a_reason(method: str, reason: str, setting: str) -> 
         check_config(config)
 
 
-def test_the_defaults_are_not_in_a_fingerprint() -> None:
-    """So runs that were written before they came go on; a step is."""
-    plain = load_config("fedit/tiny-tasks")
-    assert load_config("fedit/tiny-tasks", ["federation.server_step=1.0"]).fingerprint() == plain.fingerprint()
-    assert load_config("fedit/tiny-tasks", ["federation.server_step=1.5"]).fingerprint() != plain.fingerprint()
-
-
 def test_momentum_survives_its_checkpoint(olmoe_backbone: Any, tmp_path: Path) -> None:
     """The round after a checkpoint is read ends in the same bits; one that lost the momentum would not."""
     method, model = build_method("fedit", {"rank": 2}), olmoe_backbone.info

@@ -98,9 +98,7 @@ def test_there_and_back(olmoe_backbone: Backbone) -> None:
     assert bool((back["other"] == 1).all())
 
 
-def test_a_client_trains_as_in_flame_from_other_factors_of_the_same_model(
-    olmoe_backbone: Backbone, tmp_path: Path
-) -> None:
+def test_a_client_trains_as_in_flame_from_other_factors_of_the_same_model(olmoe_backbone, tmp_path):
     """In the second round, where B is not 0: FLAME's training of theta in its basis, and what it trained taken back."""
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
     ours = Federation(olmoe_backbone, Guild(Guild.Settings(**ALONE)), clients, tmp_path / "a")
@@ -128,9 +126,7 @@ def test_a_client_trains_as_in_flame_from_other_factors_of_the_same_model(
         assert any(not torch.allclose(sent[name], value, atol=1e-3) for name, value in received.items())
 
 
-def test_the_server_gets_what_it_would_get_by_refactoring_its_state_itself(
-    olmoe_backbone: Backbone, tmp_path: Path
-) -> None:
+def test_the_server_gets_what_it_would_get_by_refactoring_its_state_itself(olmoe_backbone, tmp_path):
     """Two rounds: FLAME whose server sets theta to its basis before each round has Guild's global product."""
     clients = (client(0, LARGE, 4), client(1, SMALL, 5))
     ours = Federation(olmoe_backbone, Guild(Guild.Settings(**ALONE)), clients, tmp_path / "a")

@@ -269,9 +269,7 @@ LONGER = {
 
 
 @pytest.mark.parametrize(("jobs", "discard"), [pytest.param(100, False, marks=pytest.mark.long), (1, True)])
-def test_a_column_may_be_read_from_the_runs_of_a_longer_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jobs: int, discard: bool
-) -> None:
+def test_a_column_may_be_read_from_the_runs_of_a_longer_one(tmp_path, monkeypatch, jobs, discard):
     """One run of 16 rounds is recorded three times, with the scores and costs of its first 4, 8 and all rounds."""
     monkeypatch.setattr(recording, "ROOT", tmp_path)
     monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
@@ -347,9 +345,7 @@ def test_a_run_is_the_beginning_of_a_longer_one(preset: str, tmp_path: Path) -> 
     assert found[0].scores
 
 
-def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_planned(tmp_path, monkeypatch):
     """The runs are written by hand; where the data lie is neither in the records nor in the fingerprints."""
     monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
@@ -391,9 +387,7 @@ def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_plan
 
 
 @pytest.mark.parametrize(("spread", "refused"), [(0.01, False), (0.2, True)])
-def test_a_choice_near_chance_is_refused(
-    spread: float, refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_choice_near_chance_is_refused(spread, refused, tmp_path, monkeypatch, capsys):
     """Three validation seeds a value; the best is 0.1 above chance in the mean."""
     monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
@@ -414,10 +408,7 @@ def test_a_choice_near_chance_is_refused(
     plan.chosen("flame")
     assert plan.is_chosen("flame")
     assert plan.untried("flame") == []
-    assert plan.choice("flame").means == {
-        "1e-3": pytest.approx(0.2, abs=0.01),
-        "4e-3": pytest.approx(0.35, abs=0.01),
-    }
+    assert plan.choice("flame").means == {"1e-3": pytest.approx(0.2, abs=0.01), "4e-3": pytest.approx(0.35, abs=0.01)}
     assert plan.choice("flame").chosen == "4e-3"
     assert plan.is_refused("flame") == refused
     assert bool(plan.cells()) != refused

@@ -75,9 +75,6 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-# The text.
-
-
 def test_one_document_in_200_is_held_out_and_never_trained_on(corpus: Corpus, folder: Path) -> None:
     documents, end = read_documents(folder), corpus.tokenizer.eos_token
     assert corpus.tokenizer.decode(corpus.held_out) == "".join(documents[number] + end for number in (0, 200))
@@ -86,9 +83,6 @@ def test_one_document_in_200_is_held_out_and_never_trained_on(corpus: Corpus, fo
         text = corpus.tokenizer.decode(corpus.train[corpus.starts[number] : corpus.starts[number + 1]])
         assert text == [*documents[1:200], *documents[201:]][number] + end
     assert corpus.held_out_characters == len(documents[0] + documents[200])
-
-
-# The model and its steps.
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -128,9 +122,6 @@ def test_the_shipped_card_attributes_every_kind_of_text() -> None:
     rows = re.findall(r"^\| (openstax|gutenberg)-\S+ \| \S.* \| \S.* \| [\d,]+ \|$", sources, re.MULTILINE)
     assert rows.count("openstax") > 25
     assert rows.count("gutenberg") > 10
-
-
-# The command.
 
 
 class KilledError(Exception):
@@ -184,19 +175,11 @@ def test_the_checkpoint_loads_as_any_other_and_its_card_says_how_it_was_made(fol
     assert read_sources(tmp_path) == ""
 
 
-# The name in the box.
-
-
 @pytest.mark.parametrize(
     ("name", "build"),
-    [
-        ("english", "python -m tools.english.build --corpus DIR"),
-        ("embedded", "python -m tools.tiny.build --out DIR"),
-    ],
+    [("english", "python -m tools.english.build --corpus DIR"), ("embedded", "python -m tools.tiny.build --out DIR")],
 )
-def test_a_packaged_name_needs_the_packaged_weights(
-    name: str, build: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_packaged_name_needs_the_packaged_weights(name, build, monkeypatch, tmp_path):
     monkeypatch.setitem(packaged.PACKAGED, name, tmp_path)
     for load in (load_backbone, describe_config):
         with pytest.raises(ModelError, match=f"no weights of the model '{name}'") as raised:

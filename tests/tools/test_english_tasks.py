@@ -13,13 +13,7 @@ from fedguild.data import Example
 from fedguild.model.packaged import ENGLISH, PACKAGED
 from fedguild.runs import experiment
 from tests.data.writing import write_csv
-from tools.english.tasks import (
-    START,
-    TaskRecord,
-    gain,
-    read_records,
-    with_tasks,
-)
+from tools.english.tasks import START, TaskRecord, gain, read_records, with_tasks
 
 baselines = pytest.importorskip("tools.english.baselines")
 runs = pytest.importorskip("tools.english.runs")
@@ -37,9 +31,6 @@ def colours(count: int) -> list[Example]:
     return [question(f"number {i} a {('rose', 'leaf')[i % 2]}", i % 2) for i in range(count)]
 
 
-# Baselines.
-
-
 def test_words_decide_what_they_can() -> None:
     answers, strength = baselines.words_answers(colours(40), colours(10), colours(9), baselines.prompt)
     assert answers == [0, 1] * 4 + [0]
@@ -52,9 +43,6 @@ def test_an_answer_is_one_of_the_questions_own_choices() -> None:
     answers, _ = baselines.words_answers(train, colours(4), [other, colours(1)[0]], baselines.prompt)
     assert answers == [1, 0]
     assert baselines.majority_answers([*colours(3), other], [colours(2)[1], other]) == [0, 1]
-
-
-# Intervals.
 
 
 def record(model: str, seed: int | None, right: list[float] | None = None, **changes: Any) -> TaskRecord:
@@ -97,9 +85,6 @@ def test_a_gain_is_paired_and_certain_only_with_every_interval_above_zero() -> N
     assert not worse.is_certain
 
 
-# The table.
-
-
 def records() -> list[TaskRecord]:
     return [
         record("pretrained", 0, answers(600)),
@@ -118,9 +103,6 @@ def test_the_packaged_cards_table_is_that_of_the_records() -> None:
     assert with_tasks(card, read_records(RECORDS, weights)) == card
 
 
-# The script.
-
-
 @pytest.fixture
 def session(english_stand_in: Path, tmp_path: Path) -> Any:
     """A session on a small random OLMoE and forty made-up articles."""
@@ -135,9 +117,7 @@ def session(english_stand_in: Path, tmp_path: Path) -> Any:
     return finetune.Session(tmp_path / "data", output, output / "records", english_stand_in, "abc", effort)
 
 
-def test_a_set_is_measured_once(
-    session: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_set_is_measured_once(session, monkeypatch, capsys):
     task = finetune.SETS["ag_news"]
 
     def measure_all() -> None:

@@ -18,12 +18,7 @@ from fedguild.measuring.log.records import ObservationRecord
 from fedguild.measuring.scores.statistics import Spread, half_width, spread
 from fedguild.report.costs import budget_costs
 from tests.report.runs import write_run
-from tools.records.cells import (
-    CellRecord,
-    ChoiceRecord,
-    read_records,
-    record_of,
-)
+from tools.records.cells import CellRecord, ChoiceRecord, read_records, record_of
 from tools.records.claims import claims_markdown, verdict
 from tools.records.pages import table_page
 
@@ -111,11 +106,7 @@ def test_the_page_by_hand() -> None:
         "3",
     ]
     gaps = next(line for line in lines if line.startswith("| theirs − ours |"))
-    assert cells_of(gaps)[1:] == [
-        "−0.100 ± 0.000",
-        "0.000 ± 0.248",
-        "−0.100 ± 0.000",
-    ]
+    assert cells_of(gaps)[1:] == ["−0.100 ± 0.000", "0.000 ± 0.248", "−0.100 ± 0.000"]
     assert "The differences are the same in every seed" in page
     assert "could show is" not in page
     assert "unrun |" not in page.partition("| claim |")[0]

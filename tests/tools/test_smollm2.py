@@ -94,9 +94,7 @@ def run(student: heal.Student, folder: Path, checkpoint: Path, name: str = "toge
     heal.train(student.experts, loss, folder, checkpoint, steps=steps, lr=0.01, rows=1)
 
 
-def test_a_stage_that_was_stopped_continues(
-    llama: LlamaForCausalLM, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_that_was_stopped_continues(llama, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(heal, "SAVE_EVERY", 2)
     straight, stopped, later = (heal.split_layers(llama, LAYERS, SIZES, folder) for _ in range(3))
     run(straight, folder, tmp_path / "straight.pt")
@@ -138,9 +136,7 @@ def test_no_training_passage_is_of_the_held_out_text(tmp_path: Path) -> None:
     assert texts.training(tmp_path, 20) == trained != texts.training(tmp_path, 20, seed=1)
 
 
-def test_the_command_line_makes_a_mixture(
-    llama: LlamaForCausalLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_line_makes_a_mixture(llama, tmp_path, monkeypatch, capsys):
     corpus(tmp_path / "data")
     models = tmp_path / "models"
     llama.save_pretrained(models / "smollm2-135m")

@@ -8,7 +8,7 @@ import pytest
 
 from fedguild.config import Config, load_config
 from fedguild.methods import METHODS
-from tests.runs.runs import load_models_once, save_model, small_settings
+from tests.runs.runs import load_models_once, small_settings
 
 SETTINGS = (
     "federation.clients=3",
@@ -34,6 +34,6 @@ def _loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+def config(olmoe_folder: Path) -> Config:
     """FedIT with three clients of a random model, two rounds of one step."""
-    return config_of(str(save_model(tmp_path_factory.mktemp("model"))), "fedit/tiny-tasks")
+    return config_of(str(olmoe_folder), "fedit/tiny-tasks")

@@ -38,12 +38,7 @@ SIZES = {index: 20 + index for index in range(CLIENTS)}
 
 
 class Fuzzer:
-    """Answers of hostile clients, and how many of them were changed.
-
-    Attributes:
-        changed: Kind of a request, or step of a secure aggregation -> how many answers were changed.
-        sent: Client and round -> the changed answer to a request to train.
-    """
+    """Answers of hostile clients; counts of changed ones by kind, and what was sent by client and round."""
 
     def __init__(self, seed: int, nodes: int = NODES, *, secure: bool = False) -> None:
         self.rng = random.Random(seed)

@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
 from fedguild.config import Config
@@ -94,9 +93,7 @@ def test_what_came_before_a_key_was_revoked_is_not_used_either(config: Config, t
     assert driven.accepted == {1: [1, 2]}
 
 
-def test_neither_scores_nor_deliveries_of_a_key_that_is_revoked_meanwhile_are_used(
-    config: Config, tmp_path: Path
-) -> None:
+def test_neither_scores_nor_deliveries_of_a_key_that_is_revoked_meanwhile_are_used(config, tmp_path):
     revocations = Revocations(tmp_path / "state")
 
     def revoking(request: Message, honest: Callable[[], Message]) -> Message:
@@ -160,17 +157,13 @@ def open_to_others(folder: Path) -> dict[str, str]:
     return {str(path): oct(mode) for path, mode in modes.items() if mode & 0o077}
 
 
-def test_everything_of_a_run_belongs_to_its_user_alone_and_nothing_is_left_half_written(
-    config: Config, tmp_path: Path
-) -> None:
+def test_everything_of_a_run_belongs_to_its_user_alone_and_nothing_is_left_half_written(config, tmp_path):
     driven = drive(config, tmp_path / "server", server_evaluation=True)
     assert not open_to_others(tmp_path / "server")
     assert not [path for path in driven.folder.rglob("*") if path.suffix in (".part", ".upload")]
 
 
-def test_the_report_and_what_clients_take_home_belong_to_their_users_alone(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_and_what_clients_take_home_belong_to_their_users_alone(config, tmp_path, monkeypatch):
     """In processes with the umask that `fedguild federation` gives them."""
     monkeypatch.setattr("fedguild.runs.experiment.write_report", write_report)
     before = os.umask(PRIVATE_UMASK)

@@ -42,9 +42,7 @@ def test_a_change_of_a_thousand_times_the_others_is_rejected_where_four_upload(c
     says(driven.rejected[1][2], "beyond 10 times the round's median", "federation.norm_factor")
 
 
-def test_an_honest_federation_of_four_rejects_nobody_and_computes_what_a_simulation_does(
-    config: Config, tmp_path: Path
-) -> None:
+def test_an_honest_federation_of_four_rejects_nobody_and_computes_what_a_simulation_does(config, tmp_path):
     """By the plain mean and by a robust one, which is another."""
     states = []
     for robust in ("none", "median"):
@@ -84,9 +82,7 @@ def test_a_robust_mean_is_refused_where_there_is_none(method: str, reason: str, 
         ("fedalign-moe", 1e12, "The client is not to blame: it was sent values up to 1e+12"),
     ],
 )
-def test_a_client_whose_download_was_poisoned_is_not_blamed(
-    method: str, value: float, verdict: str, config: Config, tmp_path: Path
-) -> None:
+def test_a_client_whose_download_was_poisoned_is_not_blamed(method, value, verdict, config, tmp_path):
     """The state was poisoned before, by whatever means: what cannot be trained from is not the clients' fault.
 
     Also with values that a bound on uploads lets pass, and in other parts than the adapter.

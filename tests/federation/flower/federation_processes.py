@@ -34,13 +34,7 @@ _ONE_TRAINER = threading.Lock()
 
 
 class Command:
-    """A `fedguild` command in a process of its own, and its output.
-
-    Args:
-        arguments: Of `fedguild`.
-        log: The file that its output is appended to.
-        environment: Variables on top of this process's.
-    """
+    """A `fedguild` command in a process of its own, and its output."""
 
     def __init__(self, arguments: list[str], log: Path, environment: Mapping[str, str] | None = None) -> None:
         self.log = log
@@ -72,12 +66,7 @@ class Command:
 
 
 class FederationProcesses:
-    """The folders and processes of a federation.
-
-    Args:
-        folder: A new folder.
-        config: The run's config.
-    """
+    """The folders and processes of a federation."""
 
     def __init__(self, folder: Path, config: Config) -> None:
         self.folder = folder

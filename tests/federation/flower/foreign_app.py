@@ -63,11 +63,7 @@ def give(message, context):
 
 
 class ForeignApp:
-    """An app that leaves a mark wherever it is loaded.
-
-    Args:
-        mark: The file.
-    """
+    """An app that leaves a mark wherever it is loaded."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -75,11 +71,7 @@ class ForeignApp:
         self.bundle = build_fab_from_files({"pyproject.toml": PROJECT.encode(), "intruder.py": self.code.encode()})[0]
 
     def start(self, client: ControlHttpClient) -> int:
-        """Starts a run of it; returns the run's id.
-
-        Raises:
-            httpx.HTTPStatusError: the server refuses.
-        """
+        """Starts a run of it; returns the run's id."""
         return int(client.StartRun(StartRunRequest(fab=Fab(content=self.bundle))).run_id)
 
 

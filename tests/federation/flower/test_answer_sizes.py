@@ -75,9 +75,7 @@ def served(message: Message) -> tuple[GridTransport, Server]:
     request.metadata.__dict__["_message_id"] = ASKED
     reply = FlowerMessage(to_records(message), reply_to=request)
     server = Server(
-        reply,
-        get_object_tree(reply),
-        {id: nested.deflate() for id, nested in get_all_nested_objects(reply).items()},
+        reply, get_object_tree(reply), {id: nested.deflate() for id, nested in get_all_nested_objects(reply).items()}
     )
     grid = HttpGrid("127.0.0.1:1", insecure=True, token="test")
     grid._run, grid._client = Run.create_empty(1), server  # type: ignore[assignment]

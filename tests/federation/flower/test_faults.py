@@ -23,7 +23,7 @@ from fedguild.runs import experiment
 from tests.federation.flower.faulty_replies import FAULTS, LIMIT_BYTES, poison, with_upload
 from tests.federation.flower.loopback import LoopbackGrid, LoopbackNode
 from tests.federation.flower.loopback_federation import QUICK, Lines, grid_of, serve_on, small_config, trainers_of
-from tests.runs.runs import Ended, Killed, assert_same, ended, kill_at, save_model, says
+from tests.runs.runs import Ended, Killed, assert_same, ended, kill_at, says
 
 Change = Callable[[Message], Message | None]
 
@@ -51,10 +51,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    model = save_model(tmp_path_factory.mktemp("model"))
+def config(olmoe_folder: Path) -> Config:
     extra = ("evaluation.every=99", "evaluation.max_examples=2", "training.steps=1")
-    return small_config(model, *QUICK, *extra, base="fedit/tiny-tasks")
+    return small_config(olmoe_folder, *QUICK, *extra, base="fedit/tiny-tasks")
 
 
 _LOCAL: dict[str, Ended] = {}
@@ -102,9 +101,7 @@ def rounds_of(folder: Path) -> list[RoundRecord]:
     return [record for record in records if isinstance(record, RoundRecord)]
 
 
-def test_faulty_uploads_are_left_out_and_the_run_goes_on(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faulty_uploads_are_left_out_and_the_run_goes_on(config, tmp_path, monkeypatch):
     """One fault a round, and none in the last; what is too large is refused before it is decoded."""
     faults = {name: fault for name, fault in FAULTS.items() if name != "too late"}
     config = changed(config, "federation", upload_limit_bytes=LIMIT_BYTES, rounds=len(faults) + 1)
@@ -164,9 +161,7 @@ def test_a_reply_after_the_deadline(late: str, dropped: str, config: Config, tmp
     assert [(stray.round, stray.client, stray.dropped) for stray in second_round.strays] == [(1, 2, dropped)]
 
 
-def test_answers_that_nobody_waits_for_any_more_are_deleted(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_answers_that_nobody_waits_for_any_more_are_deleted(config, tmp_path, monkeypatch):
     """To tasks, questions and probes: else they stay in Flower's database, whatever a client sends."""
     monkeypatch.setattr(replies, "SWEEP_SECONDS", 0.0)
     hasty = changed(config, "federation", deadline_seconds=40.0, rounds=6)
@@ -217,9 +212,7 @@ def test_a_machine_that_is_gone_is_a_failure_and_not_a_wait(config: Config, tmp_
         says(record.rejected[0].reason, "it is gone: its machine stopped answering")
 
 
-def test_a_client_that_was_restarted_while_it_worked_is_not_waited_for(
-    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_client_that_was_restarted_while_it_worked_is_not_waited_for(config, tmp_path, monkeypatch):
     initialise = engine.FlowerEngine.__init__
     monkeypatch.setattr(
         engine.FlowerEngine, "__init__", lambda *args, **named: initialise(*args, **{**named, "silence_seconds": 0.0})
@@ -235,9 +228,7 @@ def test_a_client_that_was_restarted_while_it_worked_is_not_waited_for(
 @pytest.mark.parametrize(
     "failure", [ipc.TRAINER_DIED, pytest.param(f"{ipc.TRAINER_ABSENT} (waited 600 s)", marks=pytest.mark.long)]
 )
-def test_a_client_whose_trainer_is_killed_while_it_says_who_it_is_is_asked_again(
-    failure: str, config: Config, tmp_path: Path
-) -> None:
+def test_a_client_whose_trainer_is_killed_while_it_says_who_it_is_is_asked_again(failure, config, tmp_path):
     config = changed(config, "federation", quorum=1.0)
     grid, _ = federation(config, tmp_path)
     honest, left = last(grid).handle, [failure]
@@ -275,9 +266,7 @@ def test_a_site_refuses_a_run_and_the_server_says_why(refusal: str, config: Conf
     assert lines.says("cannot take part", reason)
 
 
-def test_a_site_that_is_corrected_takes_part_from_the_next_round_on(
-    config: Config, tmp_path: Path, clock: Clock
-) -> None:
+def test_a_site_that_is_corrected_takes_part_from_the_next_round_on(config, tmp_path, clock):
     """It keeps its key, and so the node that was turned away; what it hears meanwhile is said once."""
     four = changed(config, "federation", rounds=4)
     grid, _ = federation(four, tmp_path, accept={"methods": ["flame"]})
@@ -317,9 +306,7 @@ def test_a_client_whose_key_was_revoked_is_not_asked_again(config: Config, tmp_p
         ({"max_upload_bytes": 100}, "beyond accept.max_upload_bytes of 100"),
     ],
 )
-def test_a_site_lets_out_no_more_than_it_says(
-    accept: dict[str, Any], reason: str, config: Config, tmp_path: Path
-) -> None:
+def test_a_site_lets_out_no_more_than_it_says(accept, reason, config, tmp_path):
     grid, _ = federation(config, tmp_path, accept=accept)
     serve_on(grid, config, tmp_path)
     for record in rounds_of(tmp_path):
@@ -339,9 +326,7 @@ def test_a_site_that_only_trains_gives_no_scores_and_takes_no_model_home(config:
     assert [(trainer.work / "models").exists() for trainer in trainers] == [True, True, False]
 
 
-def test_a_run_begins_with_a_quorum_and_others_join_at_the_next_round(
-    config: Config, local: Ended, tmp_path: Path
-) -> None:
+def test_a_run_begins_with_a_quorum_and_others_join_at_the_next_round(config, local, tmp_path):
     """The one that comes late weighs by the size that it says when it comes."""
     three = changed(config, "federation", rounds=3)
     grid, _ = federation(three, tmp_path)
@@ -367,9 +352,7 @@ def test_a_method_that_begins_with_every_client_waits_for_every_client(config: C
         serve_on(grid, other, tmp_path, grace_seconds=0.0)
 
 
-def test_a_client_that_says_nothing_does_not_hold_up_a_round_for_ever(
-    config: Config, tmp_path: Path, clock: Clock
-) -> None:
+def test_a_client_that_says_nothing_does_not_hold_up_a_round_for_ever(config, tmp_path, clock):
     """Without a deadline of the round: once most have delivered, the others have `patience_seconds`."""
     grid, _ = federation(config, tmp_path)
     change_replies(last(grid), (1,), lambda reply: None)
@@ -382,9 +365,7 @@ def test_a_client_that_says_nothing_does_not_hold_up_a_round_for_ever(
     assert not second.rejected
 
 
-def test_one_client_that_answers_at_once_does_not_shut_out_those_that_train(
-    config: Config, tmp_path: Path, clock: Clock
-) -> None:
+def test_one_client_that_answers_at_once_does_not_shut_out_those_that_train(config, tmp_path, clock):
     """The wait for the last begins when most have delivered, of whom one at least has trained."""
     one = changed(config, "federation", rounds=1, quorum=0.3)
     trainers = trainers_of(one, tmp_path, [{"accept": {"min_clients": 1}}] * 3)
@@ -430,9 +411,7 @@ def test_two_machines_cannot_be_one_client(config: Config, tmp_path: Path) -> No
     assert lines.says("another node is already client-000")
 
 
-def test_a_run_below_its_quorum_stops_and_goes_on_when_the_clients_are_back(
-    config: Config, local: Ended, tmp_path: Path
-) -> None:
+def test_a_run_below_its_quorum_stops_and_goes_on_when_the_clients_are_back(config, local, tmp_path):
     strict = changed(config, "federation", quorum=1.0)
     grid, trainers = federation(strict, tmp_path)
     change_replies(last(grid), (2,), lambda reply: reply.reply(failure="the disk is full"))
@@ -450,9 +429,7 @@ def test_a_run_below_its_quorum_stops_and_goes_on_when_the_clients_are_back(
         pytest.param("fedguild.measuring.log.records.RunLog.append", marks=pytest.mark.long),
     ],
 )
-def test_a_server_that_is_killed_goes_on_to_the_same_bits(
-    moment: str, config: Config, local: Ended, tmp_path: Path
-) -> None:
+def test_a_server_that_is_killed_goes_on_to_the_same_bits(moment, config, local, tmp_path):
     """And another config does not go on with its run."""
     grid, trainers = federation(config, tmp_path)
     with pytest.MonkeyPatch.context() as patch:
@@ -509,9 +486,7 @@ def test_a_description_that_is_too_large_does_not_let_a_node_in(config: Config, 
 @pytest.mark.parametrize(
     "kind", ["train", "score", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("hello", "deliver"))]
 )
-def test_a_node_that_is_gone_when_a_message_is_sent_stops_nothing(
-    kind: str, config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_that_is_gone_when_a_message_is_sent_stops_nothing(kind, config, tmp_path, monkeypatch):
     """Flower takes no message for a node whose key was revoked after the last look at who is there."""
     grid, _ = federation(config, tmp_path)
     push = grid.push_messages
@@ -533,9 +508,7 @@ def test_a_node_that_is_gone_when_a_message_is_sent_stops_nothing(
         assert lines.says(reason)
 
 
-def test_a_client_that_gives_no_scores_is_waited_for_as_long_as_in_training(
-    config: Config, tmp_path: Path, clock: Clock
-) -> None:
+def test_a_client_that_gives_no_scores_is_waited_for_as_long_as_in_training(config, tmp_path, clock):
     grid, _ = federation(config, tmp_path)
     for kind in ("score", "deliver"):
         change_answers(last(grid), kind, lambda reply: None)

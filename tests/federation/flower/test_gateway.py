@@ -369,9 +369,7 @@ def test_a_connection_that_does_not_begin_tls_ends(listening: int) -> None:
 
 
 @pytest.mark.parametrize("listening", [(None, 30.0, 20)], indirect=True)
-def test_a_request_that_comes_drop_by_drop_ends(
-    listening: int, certificate: tuple[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_comes_drop_by_drop_ends(listening, certificate, monkeypatch):
     """Anybody can sign with a key of his own, so that a byte now and then would hold a connection without end."""
     monkeypatch.setattr(gateway, "BODY_SECONDS", 0.5)
     header = [b"POST /v1/fleet/push-messages HTTP/1.1", b"host: 127.0.0.1", b"content-length: 60000000"]

@@ -39,10 +39,7 @@ GONE_SECONDS = 30.0
 MARK = "FEDGUILD_TEST_OF_KILLS"
 """Environment variable by which every process of the federation is found, whoever its parent is by now."""
 
-pytestmark = [
-    pytest.mark.long,
-    pytest.mark.timeout(LIMIT_SECONDS + 300),
-]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(LIMIT_SECONDS + 300)]
 
 SERVER_PROGRAMS = {
     "superlink": "flower-superlink",
@@ -64,14 +61,7 @@ SELDOM = {"round loop": 8, "run": 8, "gateway": 3, "superlink": 3}
 
 @dataclass(frozen=True)
 class Kill:
-    """A process that was killed.
-
-    Attributes:
-        kind: Of `KINDS`.
-        owner: The command that it belonged to.
-        at: When, on the monotonic clock.
-        left: What it had started.
-    """
+    """A process that was killed."""
 
     kind: str
     owner: Command
@@ -81,15 +71,7 @@ class Kill:
 
 @dataclass
 class Operators:
-    """Those who start again what does not start again by itself, at once and however often.
-
-    Attributes:
-        federation: Its processes.
-        run: The last `fedguild federation run`; None before the first.
-        done: Whether it said that the run is complete.
-        kills: All of them.
-        began: Command -> when it was started, on the monotonic clock.
-    """
+    """Those who start again what does not start again by itself, at once and however often."""
 
     federation: FederationProcesses
     run: Command | None = None
@@ -237,9 +219,7 @@ def operated(federation: FederationProcesses) -> Iterator[Operators]:
             operators.run.terminate()
 
 
-def test_fifty_kills_of_all_kinds_of_processes_change_no_bit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_fifty_kills_of_all_kinds_of_processes_change_no_bit(tmp_path, monkeypatch, capfd):
     """Quorum is all, and whoever is missing is waited for: nobody is left out, so the run is that of `local`.
 
     The kills come in bursts, each after a random round, so that some hit what is just being started again. All kinds

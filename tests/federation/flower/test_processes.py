@@ -31,15 +31,16 @@ from tests.federation.flower.federation_processes import (
 from tests.federation.flower.foreign_app import ForeignApp, control, error_codes_of_clients, post
 from tests.federation.flower.foreign_app import ended as ended_run
 from tests.federation.flower.loopback_federation import QUICK, small_config
-from tests.runs.runs import assert_same, ended, save_model
+from tests.runs.runs import assert_same, ended
 
 pytestmark = pytest.mark.timeout(900)
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
-    model = save_model(tmp_path_factory.mktemp("model"))
-    return small_config(model, *QUICK, "federation.clients=2", "evaluation.every=2", "evaluation.eval_on_start=false")
+def config(olmoe_folder: Path) -> Config:
+    return small_config(
+        olmoe_folder, *QUICK, "federation.clients=2", "evaluation.every=2", "evaluation.eval_on_start=false"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +67,7 @@ def assert_ended_alike(federation: FederationProcesses, config: Config, local: P
     assert not {str(path): oct(path.stat().st_mode) for path in files if path.stat().st_mode & 0o077}
 
 
-def test_a_run_over_tls_gives_the_results_of_local(
-    config: Config, federation: FederationProcesses, tmp_path: Path
-) -> None:
+def test_a_run_over_tls_gives_the_results_of_local(config, federation, tmp_path):
     """Killed servers and clients: in `make test-long`."""
     experiment.run(config, tmp_path / "local")
     federation.run()
@@ -77,9 +76,7 @@ def test_a_run_over_tls_gives_the_results_of_local(
 
 
 @pytest.mark.long
-def test_and_after_kill_minus_nine_of_the_server(
-    lasting: Config, federation: FederationProcesses, tmp_path: Path
-) -> None:
+def test_and_after_kill_minus_nine_of_the_server(lasting, federation, tmp_path):
     experiment.run(lasting, tmp_path / "local")
     federation.set_run(lasting)
     loads, rounds = (federation.trainer_log(1).count(words) for words in ("Loading ", "train, round 2."))

@@ -22,7 +22,7 @@ from tests.engines.equality import newest_memory, site_memory
 from tests.federation.flower.faulty_replies import DEADLINE_SECONDS, FAULT_OF_ROUND, FAULTS, LIMIT_BYTES
 from tests.federation.flower.federation_processes import FederationProcesses, running, wait_for
 from tests.federation.flower.loopback_federation import QUICK, grid_of, serve_on, small_config, trainers_of
-from tests.runs.runs import assert_same, ended, save_model, says
+from tests.runs.runs import assert_same, ended, says
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
@@ -37,27 +37,20 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("model"))
-
-
 def config_of(family: str, model: Path, *overrides: str) -> Config:
     preset, extra = FAMILIES[family]
     return small_config(model, *QUICK, *ONE_PARTITION, *extra, *overrides, base=preset)
 
 
 @pytest.fixture(scope="module")
-def federation(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FederationProcesses]:
-    with running(tmp_path_factory.mktemp("processes") / "federation", config_of("fedit", model)) as started:
+def federation(olmoe_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FederationProcesses]:
+    with running(tmp_path_factory.mktemp("processes") / "federation", config_of("fedit", olmoe_folder)) as started:
         yield started
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_flower_over_tls_gives_the_results_of_local(
-    family: str, federation: FederationProcesses, model: Path, tmp_path: Path
-) -> None:
-    config = config_of(family, model)
+def test_flower_over_tls_gives_the_results_of_local(family, federation, olmoe_folder, tmp_path):
+    config = config_of(family, olmoe_folder)
     experiment.run(config, tmp_path / "local")
     federation.set_run(config)
     federation.run()
@@ -70,10 +63,8 @@ def test_flower_over_tls_gives_the_results_of_local(
         assert federation.trainer_log(index).count("Loading ") == 1
 
 
-def test_kill_minus_nine_of_a_trainer_a_node_and_the_server_changes_no_bit(
-    federation: FederationProcesses, model: Path, tmp_path: Path
-) -> None:
-    config = config_of("fedit", model, "federation.rounds=4", "federation.retries=1", "training.steps=60")
+def test_kill_minus_nine_of_a_trainer_a_node_and_the_server_changes_no_bit(federation, olmoe_folder, tmp_path):
+    config = config_of("fedit", olmoe_folder, "federation.rounds=4", "federation.retries=1", "training.steps=60")
     experiment.run(config, tmp_path / "local")
     federation.set_run(config)
     begun = {round: federation.trainer_log(2).count(f"train, round {round}.") for round in (2, 3)}
@@ -100,11 +91,11 @@ def test_kill_minus_nine_of_a_trainer_a_node_and_the_server_changes_no_bit(
     assert_same_results(federation, tmp_path / "local")
 
 
-def test_kill_minus_nine_of_the_round_loop_while_a_client_holds_its_reply_changes_no_bit(
-    federation: FederationProcesses, model: Path, tmp_path: Path
-) -> None:
+def test_kill_minus_nine_of_the_round_loop_while_a_client_holds_its_reply_is_made_good(
+    federation, olmoe_folder, tmp_path
+):
     """The reply to the loop that is gone reaches nobody; the next loop asks again and gets the same."""
-    config = config_of("fedit", model, "federation.rounds=3", "training.steps=60")
+    config = config_of("fedit", olmoe_folder, "federation.rounds=3", "training.steps=60")
     experiment.run(config, tmp_path / "local")
     federation.set_run(config)
     begun = federation.trainer_log(2).count("train, round 2.")
@@ -135,9 +126,7 @@ def assert_same_results(federation: FederationProcesses, local_folder: Path) -> 
     )
 
 
-def test_kill_minus_nine_of_the_parents_leaves_no_process_and_all_start_again_at_once(
-    federation: FederationProcesses, model: Path
-) -> None:
+def test_kill_minus_nine_of_the_parents_leaves_no_process_and_all_start_again_at_once(federation, olmoe_folder):
     assert federation.server is not None
     parents = [federation.server.process, federation.clients[2].process]
     families = [psutil.Process(parent.pid).children(recursive=True) for parent in parents]
@@ -148,20 +137,18 @@ def test_kill_minus_nine_of_the_parents_leaves_no_process_and_all_start_again_at
     assert not [member for member in alive if member.status() != psutil.STATUS_ZOMBIE]
     federation.start_server()
     federation.start_client(2)
-    federation.set_run(config_of("fedit", model))
+    federation.set_run(config_of("fedit", olmoe_folder))
     federation.run()
     rounds = [record for record in RunLog(federation.run_folder).read() if isinstance(record, RoundRecord)]
     assert not rounds[-1].rejected
 
 
-def test_a_client_with_another_fault_each_round_is_left_out_each_time(
-    federation: FederationProcesses, model: Path, tmp_path: Path
-) -> None:
+def test_a_client_with_another_fault_each_round_is_left_out_each_time(federation, olmoe_folder, tmp_path):
     """The state at the end is that of a run in which this client fails in these rounds."""
     limits = (f"federation.upload_limit_bytes={LIMIT_BYTES}", f"federation.deadline_seconds={DEADLINE_SECONDS}")
     late = len(FAULT_OF_ROUND)
     short = (f"federation.rounds={late + 1}", "training.steps=1", "evaluation.every=9", "evaluation.max_examples=2")
-    config = config_of("fedit", model, *limits, *short)
+    config = config_of("fedit", olmoe_folder, *limits, *short)
     federation.set_run(config)
     federation.clients.pop(2).terminate()
     path = [str(FAULTY_TRAINER), str(Path(__file__).parents[3]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -192,10 +179,10 @@ def test_a_client_with_another_fault_each_round_is_left_out_each_time(
     assert_same(replace(remote, records=[], memory={}), replace(expected, records=[], memory={}))
 
 
-def test_a_secure_run_over_tls_gives_the_results_of_a_secure_run_here(model: Path, tmp_path: Path) -> None:
+def test_a_secure_run_over_tls_gives_the_results_of_a_secure_run_here(olmoe_folder: Path, tmp_path: Path) -> None:
     """With the keys that `federation init` writes; every upload that reaches the server is masked."""
     secure = ("federation.secure=true", "federation.budgets=[{name: all, active_experts: 2, rank: 3}]")
-    config = config_of("flame", model, *secure)
+    config = config_of("flame", olmoe_folder, *secure)
     experiment.run(config, tmp_path / "local")
     with running(tmp_path / "federation", config) as started:
         started.run()
@@ -208,10 +195,8 @@ def test_a_secure_run_over_tls_gives_the_results_of_a_secure_run_here(model: Pat
             assert started.trainer_log(index).count("secure, round 1.") == len(STEPS)
 
 
-def test_a_client_with_another_authoritys_certificate_is_told_so(
-    federation: FederationProcesses, model: Path, tmp_path: Path
-) -> None:
-    other = FederationProcesses(tmp_path / "other", config_of("fedit", model))
+def test_a_client_with_another_authoritys_certificate_is_told_so(federation, olmoe_folder, tmp_path):
+    other = FederationProcesses(tmp_path / "other", config_of("fedit", olmoe_folder))
     stranger = federation.site(8)
     stranger.mkdir()
     (stranger / "site.yaml").write_bytes((federation.site(0) / "site.yaml").read_bytes())

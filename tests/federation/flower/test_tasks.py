@@ -35,11 +35,7 @@ APP = make_client_app(lambda request: request.reply(metadata={"answered": reques
 
 
 class Node:
-    """Flower's node in this process, without its connection to a server.
-
-    Args:
-        folder: For its secret.
-    """
+    """Flower's node in this process, without its connection to a server."""
 
     def __init__(self, folder: Path) -> None:
         self.secret = folder / "secret"

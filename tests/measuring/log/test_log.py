@@ -156,11 +156,7 @@ def test_arrays_of_the_wrong_shape_are_refused() -> None:
     good = {"round": 1, "layers": 2, "experts": 2, "clients": [0], "frequency": [[[1.0, 0.0], [0.5, 0.5]]]}
     good |= {name: [0.0, 0.0] for name in ("entropy", "normalised_entropy", "gini")}
     RoutingRecord.model_validate(good)
-    for name, value in {
-        "clients": [0, 1],
-        "frequency": [[[1.0], [0.5]]],
-        "gini": [0.0],
-    }.items():
+    for name, value in {"clients": [0, 1], "frequency": [[[1.0], [0.5]]], "gini": [0.0]}.items():
         with pytest.raises(ValidationError):
             RoutingRecord.model_validate(good | {name: value})
     with pytest.raises(ValidationError, match="client 1 has 1 counts for 2 labels"):

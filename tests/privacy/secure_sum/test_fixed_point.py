@@ -7,13 +7,7 @@ import pytest
 
 from fedguild.core.errors import UploadError
 from fedguild.privacy.secure_sum import fixed_point
-from fedguild.privacy.secure_sum.fixed_point import (
-    LEAST_SHARE,
-    WEIGHT_UNITS,
-    value_words,
-    weight_sums,
-    weight_words,
-)
+from fedguild.privacy.secure_sum.fixed_point import LEAST_SHARE, WEIGHT_UNITS, value_words, weight_sums, weight_words
 from fedguild.privacy.secure_sum.form import Contribution, Form, LinearMean
 from tests.oracles.secure import weighted_means
 

@@ -451,19 +451,6 @@ class TestRefusals:
         own = [name for name in refusing if METHODS.load(name).aggregate is not Method.aggregate]
         assert all(refusing[name] for name in own), "Say in `not_linear` why the server does not take sums alone."
 
-    def test_every_method_has_a_form_or_refuses(self, backbone):
-        forms, refusals = set(), []
-        for name in METHODS:
-            try:
-                secure_form(build_method(name, LINEAR.get(name, {})), backbone.info, BUDGETS)
-                forms.add(name)
-            except ConfigError as error:
-                refusals.append(error.message)
-        assert all("federation.secure" in refusal for refusal in refusals)
-        assert forms == set(WITH_FORM), (
-            "Give options that are linear: `secure` of the case in tests/methods/test_matrix.py"
-        )
-
     @pytest.mark.parametrize(
         ("name", "options"), [("hetlora", {"norm_scope": "module"}), ("ub-smoe", {"measure_cosine": True})]
     )

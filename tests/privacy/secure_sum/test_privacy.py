@@ -18,22 +18,12 @@ from fedguild.runs import experiment
 from fedguild.runs.setup import check_config
 from tests.federation.flower.loopback_federation import grid_of, serve_on
 from tests.privacy.secure_sum.test_runs import SECURE, sites
-from tests.runs.runs import ended, load_models_once, save_model, small_config
+from tests.runs.runs import ended, small_config
 
 METHOD = ("method.targets=[q_proj]", "method.rank_by_budget=false", "federation.clients=3", *SECURE[1:])
 GUILD = ("method.targets=[q_proj]", "federation.clients=3", *SECURE[1:])
 LOCAL = ("privacy.unit=client", "privacy.clip=0.1", "privacy.noise_multiplier=2")
 EXAMPLE = ("privacy.unit=example", "privacy.noise_multiplier=1", "privacy.sample_rate=0.1")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "olmoe")
-
-
-@pytest.fixture(autouse=True)
-def _models(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_models_once(monkeypatch, "runs.setup.preparation")
 
 
 @pytest.fixture
@@ -64,18 +54,11 @@ def assert_masked_after_the_noise(seen: dict[str, list[Payload]]) -> None:
 @pytest.mark.parametrize(
     ("base", "method"), [("fedit/tiny-tasks", METHOD), ("guild/tiny-tasks", GUILD), ("rolora/tiny-tasks", GUILD)]
 )
-def test_a_simulation_masks_what_is_noised_and_ends_as_without_masks(
-    base: str,
-    method: tuple[str, ...],
-    privacy: tuple[str, ...],
-    model: Path,
-    tmp_path: Path,
-    seen: dict[str, list[Payload]],
-) -> None:
-    config = small_config(model, *method, *privacy, base=base)
+def test_a_simulation_masks_what_is_noised_and_ends_as_without(base, method, privacy, olmoe_folder, tmp_path, seen):
+    config = small_config(olmoe_folder, *method, *privacy, base=base)
     experiment.run(config, tmp_path / "secure")
     assert_masked_after_the_noise(seen)
-    plain = small_config(model, *method, *privacy, "federation.secure=false", base=base)
+    plain = small_config(olmoe_folder, *method, *privacy, "federation.secure=false", base=base)
     experiment.run(plain, tmp_path / "plain")
     expected = ended(tmp_path / "plain").state
     for name, value in ended(tmp_path / "secure").state.tensors.items():
@@ -93,8 +76,8 @@ def test_a_simulation_masks_what_is_noised_and_ends_as_without_masks(
     assert spent[0][0].epsilon == spent[1][0].epsilon
 
 
-def test_sites_mask_what_is_noised(model: Path, tmp_path: Path, seen: dict[str, list[Payload]]) -> None:
-    config = small_config(model, *METHOD, *LOCAL, base="fedit/tiny-tasks")
+def test_sites_mask_what_is_noised(olmoe_folder: Path, tmp_path: Path, seen: dict[str, list[Payload]]) -> None:
+    config = small_config(olmoe_folder, *METHOD, *LOCAL, base="fedit/tiny-tasks")
     trainers = sites(config, tmp_path / "sites", {1: {"accept": {"secure": True}}})
     serve_on(grid_of(trainers), config, tmp_path / "server")
     assert_masked_after_the_noise(seen)

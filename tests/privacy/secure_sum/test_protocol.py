@@ -180,13 +180,7 @@ def test_a_holder_that_lies_is_named_and_the_round_goes_on():
     """Of 7 clients 5 shares give a secret, so that the false one of client 1 is found by leaving it out."""
     numbers = contributions(7)
     federation = Federation(numbers, silent={3: "send"})
-    honest = federation.answer
-
-    def answer(client, step, request):
-        answered = honest(client, step, request)
-        return {**answered, "shares": answered["shares"] ^ 1} if (client, step) == (1, "open") else answered
-
-    federation.answer = answer
+    federation.said = changed(1, "open", lambda said: {"shares": said["shares"] ^ 1})
     means = federation.run()
     assert set(federation.server.faults) == {1}
     exact = weighted_means(EQUAL, numbers, [0, 1, 2, 4, 5, 6])
@@ -237,7 +231,7 @@ class TestTheServerInTheMiddle:
                 federation.clients[client].answer("share", requests[client])
 
     def test_another_list_of_own_keys_is_not_accepted(self):
-        federation = joined(4)
+        federation = until(4, "join")
         request = dict(federation.server.requests("share")[0])
         request["keys"] = request["keys"].copy()
         request["keys"][0, 0] ^= 1
@@ -245,7 +239,7 @@ class TestTheServerInTheMiddle:
             federation.clients[0].answer("share", request)
 
     def test_no_step_is_answered_twice_nor_out_of_turn(self):
-        federation = joined(4)
+        federation = until(4, "join")
         request = federation.server.requests("share")[0]
         federation.clients[0].answer("share", request)
         with pytest.raises(UploadError, match="'share' is not what comes next"):
@@ -256,14 +250,7 @@ class TestTheServerInTheMiddle:
     def test_clients_that_were_told_different_sums_open_nothing(self):
         """A server that gives one client another sum of the weights could read its numbers from the high bits."""
         federation = Federation(contributions(4))
-        honest = federation.answer
-
-        def answer(client, step, request):
-            if client == 1 and step == "send":
-                request = {**request, "sums": request["sums"] + np.uint64(7)}
-            return honest(client, step, request)
-
-        federation.answer = answer
+        federation.told = changed(1, "send", lambda told: {"sums": told["sums"] + np.uint64(7)})
         with pytest.raises(QuorumError, match="what client 1 was told about the weights is not signed"):
             federation.run()
 
@@ -274,15 +261,7 @@ class TestTheServerInTheMiddle:
         ended = {}
         for knows in (True, False):
             federation = Federation(numbers, knows_keys=knows)
-            honest = federation.answer
-
-            def answer(client, at, request, honest=honest):
-                answered = honest(client, at, request)
-                if (client, at) == (2, step):
-                    answered = {**answered, "signature": answered["signature"][::-1].copy()}
-                return answered
-
-            federation.answer = answer
+            federation.said = changed(2, step, lambda said: {"signature": said["signature"][::-1].copy()})
             if knows:
                 federation.run()
                 ended = federation.server.dropped
@@ -301,12 +280,12 @@ class TestTheServerInTheMiddle:
         """Half of ten clients are told that client 0 is gone, the others that client 1 is: no list has 7 signatures."""
         monkeypatch.setattr("fedguild.privacy.secure_sum.session.degree_of", lambda clients: degree)
         federation = Federation(contributions(10))
-        honest, told = federation.answer, {}
+        told = {}
 
         def without(rows, client, gone):
             return rows[np.array([one != gone for one in client])]
 
-        def answer(client, step, request):
+        def tell(client, step, request):
             if step in ("agree", "open"):
                 gone = 0 if client % 2 else 1
                 changed = {name: without(rows, request["clients"], gone) for name, rows in request.items()}
@@ -314,9 +293,9 @@ class TestTheServerInTheMiddle:
                     changed["signatures"] = without(request["signatures"], request["agreed"], gone)
                     changed["agreed"] = without(request["agreed"], request["agreed"], gone)
                 told[client, step] = request = changed
-            return honest(client, step, request)
+            return request
 
-        federation.answer = answer
+        federation.told = tell
         with pytest.raises(QuorumError, match=r"whom client \d was told is left is not signed"):
             federation.run()
         assert (2, "agree") in told
@@ -325,15 +304,9 @@ class TestTheServerInTheMiddle:
 
     def test_a_list_that_too_few_have_signed_opens_nothing(self):
         federation = Federation(contributions(5))
-        honest = federation.answer
-
-        def answer(client, step, request):
-            if step == "open":
-                few = {name: request[name][:3] for name in ("agreed", "signatures")}
-                request = {**request, **few}
-            return honest(client, step, request)
-
-        federation.answer = answer
+        federation.told = changed(
+            None, "open", lambda told: {name: told[name][:3] for name in ("agreed", "signatures")}
+        )
         with pytest.raises(QuorumError, match="only 3 of 5 clients agree on who is left"):
             federation.run()
 
@@ -351,7 +324,7 @@ class TestTheServerInTheMiddle:
             Federation(contributions(5), trained={2: bytes([1] * 32)}).run()
 
     def test_a_digest_of_the_training_that_the_server_changed_is_not_signed(self):
-        federation = joined(4)
+        federation = until(4, "join")
         request = dict(federation.server.requests("share")[0])
         request["trained"] = request["trained"].copy()
         request["trained"][2] ^= 1
@@ -378,19 +351,12 @@ class TestTheServerInTheMiddle:
         assert not policy.session_refusal(4, 0.7)
 
     def test_a_client_that_is_said_to_be_gone_answers_no_more(self):
-        federation = Federation(contributions(5))
-        steps = ("join", "share", "check", "weigh")
-        for step in steps:
-            requests = federation.server.requests(step)
-            federation.server.receive(step, {c: federation.clients[c].answer(step, r) for c, r in requests.items()}, {})
+        federation = until(5, "weigh")
         with pytest.raises(UploadError, match="not one of those before"):
             federation.clients[4].answer("open_weights", {"clients": np.array([0, 1, 2, 3], np.int32)})
 
     def test_no_client_opens_a_sum_over_too_few(self):
-        federation = Federation(contributions(5))
-        for step in ("join", "share", "check", "weigh"):
-            requests = federation.server.requests(step)
-            federation.server.receive(step, {c: federation.clients[c].answer(step, r) for c, r in requests.items()}, {})
+        federation = until(5, "weigh")
         with pytest.raises(UploadError, match="only 3 of 5 clients are left, but the sum of at least 4 may be opened"):
             federation.clients[0].answer("open_weights", {"clients": np.array([0, 1, 2], np.int32)})
 
@@ -472,26 +438,14 @@ class TestDisputesAboutEnvelopes:
 
 def test_a_key_that_cannot_be_used_drops_its_owner_alone():
     federation = Federation(contributions(5))
-    honest = federation.answer
-
-    def answer(client, step, request):
-        answered = honest(client, step, request)
-        return {**answered, "keys": np.zeros(96, np.uint8)} if (client, step) == (2, "join") else answered
-
-    federation.answer = answer
+    federation.said = changed(2, "join", lambda said: {"keys": np.zeros(96, np.uint8)})
     federation.run()
     assert federation.server.contributors == (0, 1, 3, 4)
 
 
 def test_a_malformed_answer_is_one_clients_dropout():
     federation = Federation(contributions(5))
-    honest = federation.answer
-
-    def answer(client, step, request):
-        answered = honest(client, step, request)
-        return {**answered, "values": answered["values"][:3]} if (client, step) == (2, "send") else answered
-
-    federation.answer = answer
+    federation.said = changed(2, "send", lambda said: {"values": said["values"][:3]})
     federation.run()
     assert federation.server.contributors == (0, 1, 3, 4)
     assert "'values' is uint32 [3], but uint32 [41] was expected" in federation.server.dropped[2]
@@ -576,46 +530,47 @@ class TestParts:
         assert list(load_peers(tmp_path)) == [1]
 
     def test_a_roster_is_read_as_it_was_sent(self):
-        federation = joined(3)
+        federation = until(3, "join")
         roster = federation.server._roster
         assert Roster.from_arrays(federation.session, roster.to_arrays(), EQUAL.group_count) == roster
+
+
+def changed(client: int | None, step: str, change):
+    """What a client (None: each) says or is told at a step, with the changes."""
+    return lambda one, at, content: {**content, **change(content)} if client in (one, None) and at == step else content
 
 
 def garbling(liars: dict[int, set[int]], clients: int = 5, **options) -> Federation:
     """A federation some of whose clients send garbage to others in place of shares."""
     federation = Federation(contributions(clients), **options)
-    honest = federation.answer
 
-    def answer(client, step, request):
-        answered = honest(client, step, request)
+    def say(client, step, answered):
         if client not in liars or step != "share":
             return answered
         garbled = np.array([peer in liars[client] for peer in answered["clients"]], np.uint8)
         return {**answered, "envelopes": answered["envelopes"] ^ garbled[:, None]}
 
-    federation.answer = answer
+    federation.said = say
     return federation
 
 
 def complaining(liars: dict[int, set[int]], clients: int = 5, **options) -> Federation:
     """A federation some of whose clients complain about envelopes that they can open."""
     federation = Federation(contributions(clients), **options)
-    honest = federation.answer
 
-    def answer(client, step, request):
-        answered = honest(client, step, request)
+    def say(client, step, answered):
         lies = client in liars and step == "check"
         return {"complaints": np.array(sorted(liars[client]), np.int32)} if lies else answered
 
-    federation.answer = answer
+    federation.said = say
     return federation
 
 
-def joined(count: int) -> Federation:
+def until(count: int, last: str) -> Federation:
     federation = Federation(contributions(count))
-    requests = federation.server.requests("join")
-    answers = {client: federation.clients[client].answer("join", requests[client]) for client in range(count)}
-    federation.server.receive("join", answers, {})
+    for step in STEPS[: STEPS.index(last) + 1]:
+        requests = federation.server.requests(step)
+        federation.server.receive(step, {c: federation.clients[c].answer(step, r) for c, r in requests.items()}, {})
     return federation
 
 

@@ -29,7 +29,7 @@ from fedguild.runs import experiment
 from fedguild.server import checkpoint
 from tests.engines.equality import traffic
 from tests.federation.flower.loopback_federation import Lines, grid_of, serve_on, site_of
-from tests.runs.runs import ended, save_model, small_config
+from tests.runs.runs import ended, small_config
 
 SECURE = (
     "federation.clients=4",
@@ -40,11 +40,6 @@ SECURE = (
     "evaluation.every=2",
     "evaluation.max_examples=2",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save_model(tmp_path_factory.mktemp("models") / "olmoe")
 
 
 def sites(config, folder: Path, changes=None):
@@ -68,8 +63,8 @@ def sites(config, folder: Path, changes=None):
     ]
 
 
-def test_a_secure_run_over_flower_ends_as_in_simulation_bit_for_bit(model, tmp_path):
-    config = small_config(model, *SECURE)
+def test_a_secure_run_over_flower_ends_as_in_simulation_bit_for_bit(olmoe_folder, tmp_path):
+    config = small_config(olmoe_folder, *SECURE)
     experiment.run(config, tmp_path / "local")
     trainers = sites(config, tmp_path / "sites", {1: {"accept": {"secure": True}}})
     serve_on(grid_of(trainers), config, tmp_path / "server")
@@ -82,7 +77,7 @@ def test_a_secure_run_over_flower_ends_as_in_simulation_bit_for_bit(model, tmp_p
     assert [len(each) for each in sums] == [2] * 4, "not every site has recorded which sums it was in"
     records = [record for record in RunLog(tmp_path / "local").read() if isinstance(record, ClientRecord)]
     assert len({record.train_loss for record in records}) == 1, "the losses of single clients are in the log"
-    plain = small_config(model, *SECURE, "federation.secure=false")
+    plain = small_config(olmoe_folder, *SECURE, "federation.secure=false")
     experiment.run(plain, tmp_path / "plain")
     assert_close_where_three_count(local.state, ended(tmp_path / "plain").state, tmp_path / "plain")
     single = [record for record in RunLog(tmp_path / "plain").read() if isinstance(record, ClientRecord)]
@@ -136,8 +131,8 @@ class Guild:
 
 
 @pytest.fixture
-def guild(model, tmp_path):
-    return lambda *overrides, **more: Guild(model, tmp_path, *overrides, **more)
+def guild(olmoe_folder, tmp_path):
+    return lambda *overrides, **more: Guild(olmoe_folder, tmp_path, *overrides, **more)
 
 
 def gone_at(step):
@@ -179,8 +174,8 @@ def test_a_client_that_refuses_its_own_upload_does_not_say_by_how_much(guild, ca
     assert "norm is" in capsys.readouterr().err
 
 
-def test_an_error_in_a_secure_run_keeps_its_text_at_the_site(model, tmp_path, capsys):
-    config = small_config(model, *SECURE)
+def test_an_error_in_a_secure_run_keeps_its_text_at_the_site(olmoe_folder, tmp_path, capsys):
+    config = small_config(olmoe_folder, *SECURE)
     trainer = sites(config, tmp_path / "sites")[0]
 
     def failing(message):
@@ -190,7 +185,7 @@ def test_an_error_in_a_secure_run_keeps_its_text_at_the_site(model, tmp_path, ca
     message = Message("train", "0" * 32, 1, 0, metadata=run_metadata(config))
     assert trainer.handle(message).failure == "its trainer failed: ValueError"
     assert "a loss of 3.25" in capsys.readouterr().err
-    plain = replace(message, metadata=run_metadata(small_config(model, *SECURE, "federation.secure=false")))
+    plain = replace(message, metadata=run_metadata(small_config(olmoe_folder, *SECURE, "federation.secure=false")))
     assert "3.25" in trainer.handle(plain).failure
 
 
@@ -295,8 +290,8 @@ def test_a_loss_that_one_client_made_up_ends_no_run(guild, monkeypatch):
     assert len(four.round().participants) == 4
 
 
-def test_a_site_keeps_its_scores_and_refuses_another_session_than_the_configs(model, tmp_path):
-    config = small_config(model, *SECURE)
+def test_a_site_keeps_its_scores_and_refuses_another_session_than_the_configs(olmoe_folder, tmp_path):
+    config = small_config(olmoe_folder, *SECURE)
     trainer = sites(config, tmp_path / "sites")[0]
     metadata = run_metadata(config)
     score = Message("score", "0" * 32, 1, 0, metadata={**metadata, "scope": "client", "split": "test"})
@@ -341,22 +336,22 @@ class TestRefusedConfigs:
             ("federation.secure_clients=5", "federation.secure_clients"),
         ],
     )
-    def test_settings_that_need_single_uploads_are_refused(self, setting, reason, model, tmp_path):
+    def test_settings_that_need_single_uploads_are_refused(self, setting, reason, olmoe_folder, tmp_path):
         with pytest.raises(ConfigError, match=reason):
-            experiment.run(small_config(model, *SECURE, setting), tmp_path / "run")
+            experiment.run(small_config(olmoe_folder, *SECURE, setting), tmp_path / "run")
 
     @pytest.mark.parametrize(
         ("method", "reason"),
         [("fedalign-moe", "by their cosines"), ("fedmoe", "needs activation, validation of every")],
     )
-    def test_methods_that_need_them_are_refused_before_anything_is_read(self, method, reason, model, tmp_path):
+    def test_methods_that_need_them_are_refused_before_anything_is_read(self, method, reason, olmoe_folder, tmp_path):
         budgets = "[{name: large, active_experts: 1, rank: 4}, {name: small, active_experts: 1, rank: 2}]"
         memory = [f"federation.budgets={budgets}"] if method == "fedmoe" else []
-        config = small_config(model, *SECURE, *memory, base=f"{method}/tiny-tasks")
+        config = small_config(olmoe_folder, *SECURE, *memory, base=f"{method}/tiny-tasks")
         with pytest.raises(ConfigError, match=reason):
             experiment.run(config, tmp_path / "run")
 
-    def test_real_clients_do_not_send_their_own_scores(self, model, tmp_path):
-        config = small_config(model, *SECURE)
+    def test_real_clients_do_not_send_their_own_scores(self, olmoe_folder, tmp_path):
+        config = small_config(olmoe_folder, *SECURE)
         with pytest.raises(ConfigError, match="the scores of their own models one by one"):
             serve_on(grid_of([]), config, tmp_path / "server", server_evaluation=False)

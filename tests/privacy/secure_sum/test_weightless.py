@@ -52,9 +52,7 @@ def in_sums(method: Method, backbone: Backbone, state: Payload, uploads: Sequenc
     """The next state from a session of the clients, and the means that it opened."""
     form, changes = secure_form(method, backbone.info, BUDGETS, 1)
     session = Session(
-        {upload.client.index: contribution(method.terms(upload)) for upload in uploads},
-        form,
-        session=session_of(form),
+        {upload.client.index: contribution(method.terms(upload)) for upload in uploads}, form, session=session_of(form)
     )
     means = session.run()
     contributors = []

@@ -41,12 +41,7 @@ def require_chromium() -> None:
 
 
 class Browser:
-    """One page in a browser of its own; use it in a `with` block.
-
-    Args:
-        profile: A folder for the browser's files.
-        seconds: How long to wait for anything.
-    """
+    """One page in a browser of its own; use it in a `with` block."""
 
     def __init__(self, profile: Path, seconds: float = 60.0) -> None:
         assert CHROMIUM is not None

@@ -11,7 +11,7 @@ import pytest
 import fedguild
 from fedguild.config import Config
 from fedguild.model.backbone import Backbone, load_backbone
-from tests.runs.runs import load_models_once, save_model, small_settings
+from tests.runs.runs import load_models_once, small_settings
 
 ROWS: list[dict[str, Any]] = [
     {"instruction": f"Say {number}.", "response": str(number % 3), "label": f"kind {number % 2}"}
@@ -22,15 +22,9 @@ CLIENTS = 4
 
 
 @pytest.fixture(scope="session")
-def api_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a random OLMoE of two layers with 8 experts, of which 4 are active."""
-    return save_model(tmp_path_factory.mktemp("models") / "olmoe")
-
-
-@pytest.fixture(scope="session")
-def settings(api_model: Path) -> list[str]:
+def settings(olmoe_folder: Path) -> list[str]:
     """Overrides that make a run of four clients and three rounds small."""
-    return [*small_settings(api_model), "evaluation.max_examples=2"]
+    return [*small_settings(olmoe_folder), "evaluation.max_examples=2"]
 
 
 @pytest.fixture(scope="session")

@@ -30,14 +30,7 @@ def export(*arguments: object) -> Any:
         ("pfl-moe", {"client": "client-002"}, "LogitMixture"),
     ],
 )
-def test_what_cannot_be_merged_has_its_own_code(
-    method: str,
-    chosen: dict[str, str],
-    part: str,
-    routed_runs: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_cannot_be_merged_has_its_own_code(method, chosen, part, routed_runs, tmp_path, monkeypatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     ((option, value),) = chosen.items()
     result = export(routed_runs[method], f"--{option}", value, "--output", tmp_path / "model")
@@ -76,9 +69,7 @@ def test_two_forms_at_once_are_refused(fedit: Path, tmp_path: Path) -> None:
         ("merged", "For anything that loads a Hugging Face checkpoint", "AutoModelForCausalLM.from_pretrained(folder)"),
     ],
 )
-def test_the_command_and_the_card_say_for_whom_a_form_is(
-    form: str, told: str, load: str, fedit: Path, tmp_path: Path
-) -> None:
+def test_the_command_and_the_card_say_for_whom_a_form_is(form, told, load, fedit, tmp_path):
     result = export(fedit, "--budget", "large", "--format", form, "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output
     card = (tmp_path / "out" / "README.md").read_text()

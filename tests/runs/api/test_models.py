@@ -49,9 +49,7 @@ def ours(folder: Path, budget: str = "", client: int | None = None) -> tuple[lis
     ("method", "budget", "client"),
     [("ub-smoe", "small", None), ("ub-smoe", "large", None), ("fedamole", "", 1), ("pfl-moe", "", 2)],
 )
-def test_a_model_generates_what_the_run_would(
-    routed_runs: dict[str, Path], method: str, budget: str, client: int | None
-) -> None:
+def test_a_model_generates_what_the_run_would(routed_runs, method, budget, client):
     expected, tokenizer = ours(routed_runs[method], budget, client)
     chosen = {"budget": budget} if client is None else {"client": f"client-{client:03d}"}
     model = fedguild.load_model(routed_runs[method], **chosen)
@@ -139,9 +137,7 @@ def test_the_command_samples_by_its_seed_and_uses_the_template(routed_runs: dict
         ({"seed": 2**63}, "The seed of the sampling is at least 0 and below"),
     ],
 )
-def test_what_cannot_be_generated_from_is_refused(
-    routed_runs: dict[str, Path], wrong: dict[str, Any], told: str
-) -> None:
+def test_what_cannot_be_generated_from_is_refused(routed_runs, wrong, told):
     from fedguild.runs.api.generating import open_generator
 
     with pytest.raises(ConfigError, match=told):

@@ -62,9 +62,7 @@ def test_the_command_makes_it_public_only_if_told(routed_runs: dict[str, Path], 
     assert made.created == [("me/model", False)]
 
 
-def test_an_adapter_of_a_model_that_is_not_on_the_hub_is_merged(
-    routed_runs: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_adapter_of_a_model_that_is_not_on_the_hub_is_merged(routed_runs, monkeypatch):
     from fedguild.runs.api import pushing
 
     folder = routed_runs["ub-smoe"]

@@ -12,7 +12,7 @@ from fedguild.core.errors import FedGuildError
 from fedguild.runs import experiment
 from fedguild.runs.api.launch import Launch, _finish
 from fedguild.runs.api.run_grid import Cell, Row
-from tests.runs.runs import assert_same, ended, save_model, small_config
+from tests.runs.runs import assert_same, ended, small_config
 
 ray = pytest.importorskip("ray")
 
@@ -26,19 +26,14 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "olmoe")
-
-
 def cell(model: Path, folder: Path, *settings: str) -> Cell:
     return Cell(small_config(model, "federation.rounds=2", *settings), folder, Row("small"))
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("cluster")
-def test_cells_end_as_they_do_here(model: Path, tmp_path: Path) -> None:
-    cells = [cell(model, tmp_path / f"there/seed-{seed}", f"seed={seed}") for seed in (0, 1)]
+def test_cells_end_as_they_do_here(olmoe_folder: Path, tmp_path: Path) -> None:
+    cells = [cell(olmoe_folder, tmp_path / f"there/seed-{seed}", f"seed={seed}") for seed in (0, 1)]
     Launch(launcher="ray").complete_cells(cells)
     assert [each.state() for each in cells] == ["finished", "finished"]
     experiment.run(cells[1].config, tmp_path / "here")
@@ -57,7 +52,7 @@ def test_a_cell_that_fails_is_named(tmp_path: Path) -> None:
         Launch(launcher="ray").complete_cells([cell(tmp_path / "nowhere", tmp_path / "run", "seed=0")])
 
 
-def test_an_error_within_a_run_is_told_as_it_is(model: Path, tmp_path: Path) -> None:
+def test_an_error_within_a_run_is_told_as_it_is(olmoe_folder: Path, tmp_path: Path) -> None:
     """Not by the first line of Ray's traceback, nor as if a machine had died; the others are stopped."""
     raised = ray.exceptions.RayTaskError("_complete", "ray::_complete()\n", ValueError("too little memory"))
     stopped: list[str] = []
@@ -67,13 +62,13 @@ def test_an_error_within_a_run_is_told_as_it_is(model: Path, tmp_path: Path) -> 
 
     stand_in = SimpleNamespace(get=get, cancel=lambda task, force: stopped.append(task), exceptions=ray.exceptions)
     with pytest.raises(FedGuildError, match=r"seed 0 failed: ValueError: too little memory") as caught:
-        _finish(stand_in, "this", cell(model, tmp_path / "run", "seed=0"), ["other"], Launch())
+        _finish(stand_in, "this", cell(olmoe_folder, tmp_path / "run", "seed=0"), ["other"], Launch())
     assert str(tmp_path / "run") in caught.value.hint
     assert stopped == ["other"]
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("cluster")
-def test_more_cores_than_there_are_is_said_at_once(model: Path, tmp_path: Path) -> None:
+def test_more_cores_than_there_are_is_said_at_once(olmoe_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(FedGuildError, match=r"cores is 9, but Ray has 2 CPU"):
-        Launch(launcher="ray", cores=9).complete_cells([cell(model, tmp_path / "run")])
+        Launch(launcher="ray", cores=9).complete_cells([cell(olmoe_folder, tmp_path / "run")])

@@ -134,9 +134,7 @@ PATIENT = "callbacks=[{name: early-stopping, patience: 1, min_delta: 2}]"
 @pytest.mark.parametrize(
     "at", ["fedguild.runs.callbacks.Delivery.saved", "fedguild.runs.experiment.write_stopping_reason"]
 )
-def test_a_run_killed_before_it_is_stopped_stops_where_it_would_have(
-    at: str, settings: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_killed_before_it_is_stopped_stops_where_it_would_have(at, settings, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         kill_at(patch, at, 1)
         with pytest.raises(Killed):

@@ -10,7 +10,7 @@ import fedguild
 from fedguild.core.errors import ConfigError
 from fedguild.measuring.log.records import RunLog
 from fedguild.runs.tracking.points import points
-from tests.runs.runs import Killed, kill_at, load_models_once, save_model, small_config, small_settings
+from tests.runs.runs import Killed, kill_at, load_models_once, small_config, small_settings
 from tests.runs.tracking.runs import Memory, Series, offer
 
 SMALL = (
@@ -20,11 +20,6 @@ SMALL = (
     "evaluation.max_examples=2",
     "tracking=[memory]",
 )
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("models") / "olmoe")
 
 
 @pytest.fixture(autouse=True)
@@ -40,12 +35,12 @@ def logged(folder: Path) -> Series:
     return series
 
 
-def test_a_run_that_is_killed_and_resumed(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_killed_and_resumed(olmoe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     with monkeypatch.context() as patch:
         kill_at(patch, "fedguild.runs.experiment._save", 3)  # after round 0 and round 1
         with pytest.raises(Killed):
-            fedguild.run("flame/tiny-tasks", *small_settings(model, *SMALL), output=folder)
+            fedguild.run("flame/tiny-tasks", *small_settings(olmoe_folder, *SMALL), output=folder)
     assert {number for series in Memory.runs["run 0"].values() for number in series} == {0, 1}
     fedguild.resume(folder)
     assert {"run 0": logged(folder)} == Memory.runs
@@ -54,9 +49,7 @@ def test_a_run_that_is_killed_and_resumed(model: Path, tmp_path: Path, monkeypat
     assert Memory.runs["run 1"] == logged(folder)
 
 
-def test_a_missing_package_is_said_before_anything_is_read(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_package_is_said_before_anything_is_read(olmoe_folder, tmp_path, monkeypatch):
     def unread(*_: object, **__: object) -> None:
         raise AssertionError("the data or the model was read")
 
@@ -64,7 +57,7 @@ def test_a_missing_package_is_said_before_anything_is_read(
     monkeypatch.setattr("fedguild.runs.setup.preparation.load_model", unread)
     for reads in ("fedguild.runs.setup.preparation.prepare_data", "fedguild.runs.setup.prepare_data"):
         monkeypatch.setattr(reads, unread)
-    settings = small_settings(model, *SMALL)
+    settings = small_settings(olmoe_folder, *SMALL)
     with pytest.raises(ConfigError, match="memory needs the package no_such_package"):
         fedguild.run("flame/tiny-tasks", *settings, output=tmp_path / "run")
     with pytest.raises(ConfigError, match="memory needs the package no_such_package"):
@@ -72,9 +65,9 @@ def test_a_missing_package_is_said_before_anything_is_read(
     assert not (tmp_path / "compared").exists()
 
 
-def test_the_runs_of_a_comparison_are_a_group(model: Path, tmp_path: Path) -> None:
+def test_the_runs_of_a_comparison_are_a_group(olmoe_folder: Path, tmp_path: Path) -> None:
     configs = [{"extends": "flame/tiny-tasks", "name": name} for name in ("one", "other")]
-    settings = small_settings(model, *SMALL, "federation.rounds=1")
+    settings = small_settings(olmoe_folder, *SMALL, "federation.rounds=1")
     fedguild.compare(configs, *settings, seeds=[0, 3], output=tmp_path / "compared")
     assert [run.name for run in Memory.seen] == ["one-seed-0", "one-seed-3", "other-seed-0", "other-seed-3"]
     assert {run.group for run in Memory.seen} == {"compared"}
@@ -88,11 +81,11 @@ def _served_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_served_once")
-def test_a_federation_is_tracked_by_its_server(model: Path, tmp_path: Path) -> None:
+def test_a_federation_is_tracked_by_its_server(olmoe_folder: Path, tmp_path: Path) -> None:
     pytest.importorskip("flwr")
     from tests.federation.flower.loopback_federation import grid_of, serve_on, trainers_of
 
-    config = small_config(model, *SMALL, "federation.cohort_size=1")
+    config = small_config(olmoe_folder, *SMALL, "federation.cohort_size=1")
     serve_on(grid_of(trainers_of(config, tmp_path / "sites")), config, tmp_path / "server")
     assert {"run 0": logged(tmp_path / "server" / "state" / "run")} == Memory.runs
     assert len(Memory.seen) == 1, "no client tracks"

@@ -1,4 +1,4 @@
-"""Fixtures of the tests over Flower."""
+"""Fixtures of the tests of federations."""
 
 from __future__ import annotations
 
