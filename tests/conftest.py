@@ -199,7 +199,7 @@ def _empty_reports() -> Iterator[None]:
     """Lets runs in this process write an empty report: theirs take longer than small runs; tests/report draws some."""
 
     def write(folder: Path) -> Path:
-        (folder / "report.html").touch()
+        (folder / "report.html").touch(0o600)
         return folder / "report.html"
 
     with pytest.MonkeyPatch.context() as patch:
