@@ -99,7 +99,7 @@ class CallbackSettings(NamedSettings):
         min_length=1, description="Name of a callback: `early-stopping`, or one that an installed package adds."
     )
     options: dict[str, Any] = Field(
-        default_factory=dict, description="Options of the callback; in YAML they stand beside the name."
+        default_factory=dict, description="Options of the callback; in YAML they follow the name."
     )
 
 

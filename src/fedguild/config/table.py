@@ -153,7 +153,7 @@ class Table(Section):
     claims: tuple[Claim, ...] = Field(default=(), description="Claims of the paper that the table can decide.")
     shows: tuple[str, ...] = Field(
         default=(),
-        description="Figures of the method beside the score of recorded runs: `figure`, or `figure / column`.",
+        description="Figures of the method to show with the score of recorded runs: `figure`, or `figure / column`.",
     )
     figure: TableFigure | None = Field(
         default=None, description="A figure of the scores, of a comparison's runs and of recorded ones; null: none."

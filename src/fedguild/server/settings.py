@@ -42,8 +42,8 @@ StartNorm = Annotated[
     float | None,
     Field(
         gt=0,
-        description="norm of A's rows where LoRA is drawn, each made orthogonal to those before; without it they are "
-        "as LoRA draws them, of norm 0.58 or so",
+        description="norm of A's rows at initialization, each made orthogonal to those before; null keeps LoRA's own "
+        "initialization, of norm 0.58 or so",
     ),
 ]
 Mix = Annotated[

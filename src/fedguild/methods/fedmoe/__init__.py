@@ -88,7 +88,7 @@ class FedMoeSettings(LoraSettings):
     rank: Rank = 8
     targets: tuple[str, ...] = Field(
         ("attention",),
-        description="what LoRA adapts beside the experts: leaf names of linear layers, or attention and mlp",
+        description="what LoRA adapts apart from the experts: leaf names of linear layers, or attention and mlp",
     )
     stage_one_rounds: int = Field(5, ge=1, description="rounds of stage 1, with the full MoE")
     memory: Mapping[str, Annotated[float, Field(gt=0, le=1)]] = Field(
