@@ -97,16 +97,17 @@ def one_round(name: str, model: ModelInfo, count: int, *, secure: bool, unheld: 
     clients = [ClientInfo(index, BUDGETS[index % 2], EXAMPLES + index) for index in range(count)]
     state = method.start(model, BUDGETS, torch_rng(0, "start"))
     state = method.enroll(state, model, clients)
-    engine, aggregation = Answering(), None
+    engine, filters = Answering(), []
     if secure:
         engine = SecureEngine(engine, BUDGETS, count)
         held = engine.clients
         engine.clients = TimedClients(held.budgets, held.identities, held.registered)
-        aggregation = SecureAggregation("benchmark", BUDGETS, 2 / 3, 3, unheld)
+        engine.filters = [engine.clients]
+        filters = [SecureAggregation("benchmark", BUDGETS, 2 / 3, 3, unheld)]
     TimedClients.seconds = 0.0
     started = time.process_time()
     outcome = run_round(
-        1, state, clients, RoundSetup(method, model, engine, FederationSettings(clients=count), 0, aggregation)
+        1, state, clients, RoundSetup(method, model, engine, FederationSettings(clients=count), 0, filters)
     )
     return outcome, time.process_time() - started
 

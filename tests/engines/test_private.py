@@ -16,13 +16,13 @@ from fedguild.config.training import TrainingSettings
 from fedguild.core.errors import ConfigError
 from fedguild.core.payload import Payload, Scalar
 from fedguild.engines.client_report import ClientReport
-from fedguild.engines.private import PrivateEngine
+from fedguild.engines.private import PrivateAnswers
 from fedguild.methods import build_method
 from fedguild.model.plan import AdapterPlan
 from fedguild.privacy.dp.accounting import Release, epsilon
 from fedguild.privacy.dp.clipping import clipped
 from fedguild.privacy.dp.noise import Noise
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, FilteredEngine, Task, Wait
 from tests.methods.llama import llama_1b
 
 CLIENT = ClientInfo(2, Budget("all", 0, 2), 10)
@@ -60,7 +60,8 @@ class Answering:
 def answer(
     own: PrivacyRules, upload: dict[str, torch.Tensor] | None = TRAINED, received: Mapping[str, Scalar] = MERGED
 ) -> Delivery:
-    engine = PrivateEngine(Answering(upload), own, lambda task: Noise(b"key").child(task.round), lambda client: 10)
+    private = PrivateAnswers(own, lambda task: Noise(b"key").child(task.round), lambda client: 10)
+    engine = FilteredEngine(Answering(upload), [private])
     (delivery,) = engine.train(METHOD, llama_1b(), [Task(4, CLIENT, Payload(RECEIVED, received))])
     return delivery
 

@@ -20,7 +20,7 @@ from fedguild.core.payload import Payload
 from fedguild.core.seeding import torch_rng
 from fedguild.runs import experiment
 from fedguild.runs.setup import Experiment, make_engine, prepare
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Wait
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, FilteredEngine, Task, Wait
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round
 from tests.engines.equality import METHODS_TO_COMPARE, assert_equal_to_local, case_config, save_models
@@ -80,7 +80,7 @@ class SharedEngines:
         engine.memory, engine.ledger = run.memory, engine.ledger.beside(run.memory)
         engine.private = None if run.privacy is None else run.privacy.dp_sgd()
         borrowed = BorrowedEngine(engine)
-        return borrowed if run.privacy is None else run.privacy.simulated(borrowed), None
+        return borrowed if run.privacy is None else FilteredEngine(borrowed, [run.privacy.answers()]), None
 
 
 class BorrowedEngine:

@@ -14,10 +14,10 @@ from fedguild.config.privacy import PrivacySettings, Unit
 from fedguild.config.training import TrainingSettings
 from fedguild.core.payload import ADAPTER, Payload
 from fedguild.engines.local import LocalEngine
-from fedguild.engines.private import PrivateEngine
+from fedguild.engines.private import PrivateAnswers
 from fedguild.model.plan import adapter_shapes
 from fedguild.privacy.dp.noise import Noise
-from fedguild.server.engine import Task
+from fedguild.server.engine import FilteredEngine, Task
 from fedguild.server.guard import Finite, Held, RobustMean, not_finite
 from fedguild.server.method import Method, Upload
 from fedguild.server.private_mean import PrivateMean
@@ -73,9 +73,10 @@ def test_a_method_that_says_it_can_trains_privately(unit: Unit, label: str, tmp_
         seed=1,
         private=private if unit == "example" else None,
     )
-    engine = PrivateEngine(
-        local, own, lambda task: Noise(b"key").child(task.round, task.client.index), sizes.__getitem__
+    private_answers = PrivateAnswers(
+        own, lambda task: Noise(b"key").child(task.round, task.client.index), sizes.__getitem__
     )
+    engine = FilteredEngine(local, [private_answers])
     state = federation.start()
     for number in (1, 2):
         downloads = {who.index: method.download(state, model, who) for who in federation.clients}

@@ -1,12 +1,12 @@
-"""An engine that makes its clients' answers private: noise on their changes, and nothing else about their data.
+"""A filter that makes clients' answers private: noise on their changes, and nothing else about their data.
 
-It wraps the engine that trains the clients, in a simulation and on a real client's machine alike.
+It is the same in a simulation and on a real client's machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from fedguild.client.cohort import LocalReport
 from fedguild.client.privacy_rules import PrivacyRules
@@ -15,48 +15,33 @@ from fedguild.core.payload import ADAPTER, Payload
 from fedguild.model.info import ModelInfo
 from fedguild.privacy.dp.clipping import clipped, with_noise
 from fedguild.privacy.dp.noise import Noise
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Wait
+from fedguild.server.engine import Delivery, Task
 from fedguild.server.method import Method
 from fedguild.server.private_mean import change_of
 
 
-class PrivateEngine:
-    """Wraps an engine; its deliveries hold what the rules allow.
+@dataclass(frozen=True)
+class PrivateAnswers:
+    """Lets out of a delivery what the rules allow.
 
-    Args:
-        engine: Trains the clients; for the unit `example` by DP-SGD.
+    Attributes:
+        rules: The run's rules; for the unit `example` the training itself is by DP-SGD.
         noise: Returns the noise of a client's answer to a task.
         examples: Returns a client's number of training examples, which it need not disclose.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        rules: PrivacyRules,
-        noise: Callable[[Task], Noise],
-        examples: Callable[[int], int],
-    ) -> None:
-        self.engine = engine
-        self.rules = rules
-        self.noise = noise
-        self.examples = examples
+    rules: PrivacyRules
+    noise: Callable[[Task], Noise]
+    examples: Callable[[int], int]
 
-    def train(
-        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
-    ) -> Iterator[Delivery]:
-        """Yields the engine's deliveries, with noise where the client adds it, and without reports."""
-        for delivery in self.engine.train(method, model, tasks, terms):
-            try:
-                upload = (
-                    None if delivery.upload is None else self._released(method, model, delivery.task, delivery.upload)
-                )
-            except UploadError as error:
-                yield replace(self._silent(delivery), upload=None, failure=error.message)
-                continue
-            yield replace(self._silent(delivery), upload=upload)
-
-    def close(self) -> None:
-        self.engine.close()
+    def __call__(self, method: Method, model: ModelInfo, delivery: Delivery) -> Delivery:
+        silent = self._silent(delivery)
+        if delivery.upload is None:
+            return silent
+        try:
+            return replace(silent, upload=self._released(method, model, delivery.task, delivery.upload))
+        except UploadError as error:
+            return replace(silent, upload=None, failure=error.message)
 
     def _released(self, method: Method, model: ModelInfo, task: Task, upload: Payload) -> Payload:
         """Returns an upload as it may leave the client.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from operator import itemgetter
@@ -22,7 +22,7 @@ from fedguild.privacy.secure_sum.form import Contribution, Form
 from fedguild.privacy.secure_sum.graph import FEWEST_CLIENTS
 from fedguild.privacy.secure_sum.keys import PrivateKey, PublicKey, new_identity
 from fedguild.privacy.secure_sum.session import Session, Step
-from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Wait
+from fedguild.server.engine import AnswerFilter, Delivery, Engine, FilteredEngine, Task
 from fedguild.server.guard import LARGEST_VALUE
 from fedguild.server.method import Method, secure_form
 from fedguild.server.secure_round import to_arrays, to_payload, whole_form, whole_terms
@@ -73,6 +73,17 @@ class SecureClients:
     _kept: dict[int, _Kept] = field(default_factory=dict)
     _sessions: dict[int, ClientSession] = field(default_factory=dict)
     _disclosed: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+
+    def __call__(self, method: Method, model: ModelInfo, delivery: Delivery) -> Delivery:
+        """Keeps what a client has trained; returns its delivery without it."""
+        left = without_figures(replace(delivery, upload=None))
+        if delivery.upload is None or not delivery.needed:
+            return left
+        try:
+            self.keep(method, model, delivery.task, delivery.upload, delivery.report, delivery.frequency)
+        except UploadError as error:
+            return replace(left, failure=error.message)
+        return replace(left, upload=Payload(), kept=True)
 
     def forget(self, client: int) -> None:
         """Forgets a client's training and its session: it trains again."""
@@ -160,7 +171,7 @@ class SecureClients:
         return to_payload(answered, disclosed)
 
 
-class SecureEngine:
+class SecureEngine(FilteredEngine):
     """Wraps an engine of simulated clients, each of which keeps its upload and takes part in the session.
 
     The clients' keys are drawn for this engine alone. The result does not depend on any of its random numbers.
@@ -173,27 +184,13 @@ class SecureEngine:
         clients: int,
         norm_limit: float | None = None,
         *,
+        filters: Sequence[AnswerFilter] = (),
         reported: bool = True,
     ) -> None:
-        self.engine = engine
         identities = {client: new_identity() for client in range(clients)}
         self.registered = {client: key.public_key() for client, key in identities.items()}
         self.clients = SecureClients(budgets, identities, self.registered, norm_limit, reported=reported)
-
-    def train(
-        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
-    ) -> Iterator[Delivery]:
-        """Yields the engine's deliveries without what the clients keep."""
-        for delivery in self.engine.train(method, model, tasks, terms):
-            if delivery.upload is None or not delivery.needed:
-                yield without_figures(replace(delivery, upload=None))
-                continue
-            try:
-                self.clients.keep(method, model, delivery.task, delivery.upload, delivery.report, delivery.frequency)
-            except UploadError as error:
-                yield without_figures(replace(delivery, upload=None, failure=error.message))
-            else:
-                yield without_figures(replace(delivery, upload=Payload(), kept=True))
+        super().__init__(engine, [*filters, self.clients])
 
     def exchange(self, session: Session, step: Step, requests: Mapping[int, Payload]) -> dict[int, Payload | str]:
         """Returns client -> its answer to a step's request, or why there is none."""
@@ -204,9 +201,6 @@ class SecureEngine:
             except UploadError as error:
                 answers[client] = error.message
         return answers
-
-    def close(self) -> None:
-        self.engine.close()
 
 
 def trained_from(download: Payload, form: Form, config: bytes, parts: Sequence[str] = (ADAPTER,)) -> bytes:

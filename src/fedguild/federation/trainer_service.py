@@ -34,7 +34,7 @@ from fedguild.data import ClientData
 from fedguild.data.batches import encode as encode_example
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.local import LocalEngine
-from fedguild.engines.private import PrivateEngine
+from fedguild.engines.private import PrivateAnswers
 from fedguild.federation.flower.engine import read_payload
 from fedguild.federation.flower.message import Message
 from fedguild.federation.schema import MessageKind, Request, ScoreRequest, SecureRequest, read_metadata
@@ -63,7 +63,7 @@ from fedguild.runs.setup import (
     method_of,
     prepare_data,
 )
-from fedguild.server.engine import Engine, Task
+from fedguild.server.engine import Engine, FilteredEngine, Task
 from fedguild.server.sampling import quorum_count
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ class TrainerService:
         noise = Noise(session.secret).child("training", secrets.token_hex(32))
         private = (lambda client, number: rules.dp_sgd(examples, noise)) if rules.per_example else None
         session.engine.trainer = replace(session.engine.trainer, private=private)
-        return PrivateEngine(session.engine, rules, lambda task: noise, lambda client: examples)
+        return FilteredEngine(session.engine, [PrivateAnswers(rules, lambda task: noise, lambda client: examples)])
 
     def _secure(self, message: Message) -> Message:
         """Answers a step of a secure aggregation of what was trained in the same round."""

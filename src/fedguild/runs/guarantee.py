@@ -12,13 +12,12 @@ from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.config import Config
 from fedguild.core.errors import ConfigError
 from fedguild.engines.cohorts import Private
-from fedguild.engines.private import PrivateEngine
+from fedguild.engines.private import PrivateAnswers
 from fedguild.privacy.dp.ledger import FILE as LEDGER
 from fedguild.privacy.dp.ledger import Ledger
 from fedguild.privacy.dp.noise import Noise
 from fedguild.privacy.dp.secret import run_secret
 from fedguild.runs.privacy_accounts import PrivacyAccounts
-from fedguild.server.engine import Engine
 from fedguild.server.method import Method
 from fedguild.server.private_mean import PrivateMean
 
@@ -126,8 +125,8 @@ class Privacy:
             return None
         return lambda client, number: self.rules.dp_sgd(self.examples(client.index), self.of_round(client, number))
 
-    def simulated(self, engine: Engine) -> Engine:
-        return PrivateEngine(engine, self.rules, lambda task: self.of_round(task.client, task.round), self.examples)
+    def answers(self) -> PrivateAnswers:
+        return PrivateAnswers(self.rules, lambda task: self.of_round(task.client, task.round), self.examples)
 
     def mean(self) -> PrivateMean | None:
         """Returns the server's mechanism; None if clients add the noise."""

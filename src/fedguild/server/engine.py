@@ -5,7 +5,7 @@ Failures are handled by the round loop (`fedguild.server.intake`), which is the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -109,3 +109,25 @@ class Engine(Protocol):
     def close(self) -> None:
         """Releases processes and connections; called once, after the last round."""
         ...
+
+
+AnswerFilter = Callable[[Method, ModelInfo, Delivery], Delivery]
+"""A protection on the clients' side: a delivery -> what of it leaves the client, or why nothing does."""
+
+
+class FilteredEngine:
+    """Wraps an engine whose clients' answers pass filters, in order, before they leave the clients."""
+
+    def __init__(self, engine: Engine, filters: Sequence[AnswerFilter]) -> None:
+        self.engine, self.filters = engine, filters
+
+    def train(
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
+    ) -> Iterator[Delivery]:
+        for delivery in self.engine.train(method, model, tasks, terms):
+            for filter in self.filters:
+                delivery = filter(method, model, delivery)
+            yield delivery
+
+    def close(self) -> None:
+        self.engine.close()

@@ -11,7 +11,7 @@ import torch
 from fedguild.config import load_config
 from fedguild.core.errors import ConfigError
 from fedguild.core.payload import Payload
-from fedguild.engines.private import PrivateEngine
+from fedguild.engines.private import PrivateAnswers
 from fedguild.engines.secure import SecureClients
 from fedguild.measuring.log.records import ClientRecord, PrivacyRecord, RoutingRecord, RunLog
 from fedguild.runs import experiment
@@ -28,11 +28,11 @@ EXAMPLE = ("privacy.unit=example", "privacy.noise_multiplier=1", "privacy.sample
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Payload]]:
-    """What private engines release, and what is kept for masking, in order."""
+    """What private clients release, and what is kept for masking, in order."""
     seen: dict[str, list[Payload]] = {"released": [], "kept": []}
-    release, keep = PrivateEngine._released, SecureClients.keep
+    release, keep = PrivateAnswers._released, SecureClients.keep
 
-    def releasing(self: PrivateEngine, *given: Any) -> Payload:
+    def releasing(self: PrivateAnswers, *given: Any) -> Payload:
         seen["released"].append(release(self, *given))
         return seen["released"][-1]
 
@@ -40,7 +40,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Payload]]:
         seen["kept"].append(upload)
         keep(self, method, model, task, upload, *rest)
 
-    monkeypatch.setattr(PrivateEngine, "_released", releasing)
+    monkeypatch.setattr(PrivateAnswers, "_released", releasing)
     monkeypatch.setattr(SecureClients, "keep", keeping)
     return seen
 

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 from fedguild.config import Config
 from fedguild.core.errors import ConfigError
-from fedguild.engines.coded import CodedEngine
 from fedguild.engines.cohorts import OnStep
 from fedguild.engines.local import LocalEngine
 from fedguild.engines.torchrun import TorchrunEngine, torchrun_ranks
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.runs.setup.checks import require_start
 from fedguild.runs.setup.experiment import Experiment, Scorer
+from fedguild.runs.setup.protection import protected
 from fedguild.server.engine import Engine
 
 if TYPE_CHECKING:
@@ -36,27 +36,13 @@ def make_engine(experiment: Experiment) -> tuple[Engine, Scorer | None]:
     if holds_backbone(config):
         make = _ray_engine if config.federation.engine.name == "ray" else _torchrun_engine
         workers = make(experiment)
-        return _protected(workers, experiment), workers
-    return _protected(_local_engine(experiment), experiment), None
+        return protected(workers, experiment), workers
+    return protected(_local_engine(experiment), experiment), None
 
 
 def holds_backbone(config: Config) -> bool:
     """Whether the processes of the config's engine hold the backbone, and score models, instead of this one."""
     return config.federation.engine.name == "ray" or torchrun_ranks() > 1
-
-
-def _protected(engine: Engine, experiment: Experiment) -> Engine:
-    """Wraps an engine so that its uploads get the noise, the masks or the codec that the config asks for."""
-    federation, privacy = experiment.config.federation, experiment.privacy
-    if privacy is not None:
-        engine = privacy.simulated(engine)  # noise before anything else sees an upload
-    if federation.secure:
-        from fedguild.engines.secure import SecureEngine
-
-        return SecureEngine(
-            engine, experiment.budgets, federation.clients, federation.max_update_norm, reported=privacy is None
-        )
-    return engine if federation.wire_dtype == "fp32" else CodedEngine(engine, federation.wire_dtype)
 
 
 def _local_engine(experiment: Experiment) -> LocalEngine:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from fedguild.engines.coded import CodedEngine
 from fedguild.runs.setup.experiment import Experiment, run_identity
+from fedguild.server.engine import Engine, FilteredEngine
 from fedguild.server.guard import LARGEST_VALUE, NORM_FACTOR, Finite, Held, NormBound, NotRevoked, RobustMean
 from fedguild.server.round import Filter
 from fedguild.server.secure_round import SecureAggregation, unnoted
@@ -47,3 +49,16 @@ def largest_value(experiment: Experiment) -> float | None:
     if experiment.config.privacy.is_central:
         return None
     return math.inf if experiment.remote is None else LARGEST_VALUE
+
+
+def protected(engine: Engine, experiment: Experiment) -> Engine:
+    """Wraps the engine of simulated clients so that their answers pass the filters, or the codec, of the config."""
+    federation, privacy = experiment.config.federation, experiment.privacy
+    filters = [] if privacy is None else [privacy.answers()]  # noise before anything else sees an upload
+    if federation.secure:
+        from fedguild.engines.secure import SecureEngine
+
+        budgets, limit = experiment.budgets, federation.max_update_norm
+        return SecureEngine(engine, budgets, federation.clients, limit, filters=filters, reported=privacy is None)
+    engine = FilteredEngine(engine, filters) if filters else engine
+    return engine if federation.wire_dtype == "fp32" else CodedEngine(engine, federation.wire_dtype)
