@@ -86,7 +86,7 @@ def test_the_example_passes_every_proof_of_the_matrix(proof, case, tmp_path, mon
 
 def test_the_example_says_whether_it_can_be_private_and_then_runs_privately(case: str, tmp_path: Path) -> None:
     method = test_matrix.method_of(case)
-    assert method.not_private != Method.not_private
+    assert method.facts.not_private != Method.facts.not_private
     able = [unit for unit in test_private_methods.UNITS if not method.privacy_refusal(unit)]
     assert able
     for unit in able:

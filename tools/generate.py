@@ -181,7 +181,7 @@ def _settings(page: Path) -> str:
 
 def _server_costs(page: Path) -> str:
     """Returns the order of every method's server work."""
-    return server_markdown({name: METHODS.load(name).costs for name in METHODS})
+    return server_markdown({name: METHODS.load(name).facts.costs for name in METHODS})
 
 
 def _published(page: Path) -> str:
@@ -351,8 +351,8 @@ def _secure(page: Path) -> str:
     rows = []
     for name in METHODS:
         kind = METHODS.load(name)
-        mark = "no" if kind.not_linear else "yes"
-        rows.append(f"| [`{name}`](../methods/{name}.md) | {mark} | {kind.not_linear} |")
+        mark = "no" if kind.facts.not_linear else "yes"
+        rows.append(f"| [`{name}`](../methods/{name}.md) | {mark} | {kind.facts.not_linear} |")
     head = ["| method | aggregates securely | why not |", "| --- | --- | --- |"]
     return "\n".join([*head, *rows, ""])
 

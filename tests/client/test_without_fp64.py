@@ -29,7 +29,7 @@ OVERRIDES = {
 }
 TOKENIZER = SimpleNamespace(pad_token_id=0, eos_token_id=2, encode=lambda text, **_: list(range(3, 9)))
 DAILY = {"fedalign-moe", "fedamole", "flame", "flex", "pfl-moe"}
-TRAINABLE = sorted(name for name in METHODS if not METHODS.load(name).needs_float64)
+TRAINABLE = sorted(name for name in METHODS if not METHODS.load(name).facts.needs_float64)
 
 
 class WithoutFp64(TorchDispatchMode):

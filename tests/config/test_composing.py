@@ -106,7 +106,7 @@ def test_every_file_is_of_an_axis_and_there_are_fewer_than_a_hundred() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_a_method_needs_is_what_it_says(name: str) -> None:
-    assert ("moe" in axes().methods[name].needs) == METHODS.load(name).needs_experts
+    assert ("moe" in axes().methods[name].needs) == METHODS.load(name).facts.needs_experts
 
 
 @pytest.mark.usefixtures("small_english")

@@ -25,7 +25,7 @@ def check(name: str, *overrides: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(METHODS))
 def test_a_method_runs_on_mps_unless_it_needs_fp64_there(name):
-    reason = METHODS.load(name).needs_float64
+    reason = METHODS.load(name).facts.needs_float64
     assert reason or name not in KNOWN
     if not reason:
         return check(name)

@@ -53,7 +53,7 @@ def options_of(name: str, model: str) -> dict[str, Any]:
 
 def planned(method: Method, model: ModelInfo, clients: int = 8) -> Method:
     """Returns the method as it runs, after its plan was held against the model."""
-    if method.needs_experts:
+    if method.facts.needs_experts:
         model.require_experts(method.title)
     method = method.fitted(model, clients, exact=True)
     assert adapter_shapes(model, method.plan(model, Budget("all", model.top_k, 8)))
@@ -64,7 +64,7 @@ def planned(method: Method, model: ModelInfo, clients: int = 8) -> Method:
 @pytest.mark.parametrize("name", METHODS)
 def test_defaults_fit_every_family_that_a_method_supports(name: str, label: str, models: dict[str, ModelInfo]) -> None:
     method, model = build_method(name, options_of(name, label)), models[label]
-    if label in CASES[name].refuses or (method.needs_experts and label in DENSE):
+    if label in CASES[name].refuses or (method.facts.needs_experts and label in DENSE):
         with pytest.raises(ModelError, match="needs a"):
             planned(method, model)
         return
@@ -111,7 +111,7 @@ def test_clients_run_their_budgets_experts(
             ConfigError, match=rf"'x' has active_experts {active}, but tiny olmoe runs 4 of 8(.|\n)*1 to 4"
         ):
             method.plan(model, Budget("x", active, 2))
-    if not method.needs_experts:
+    if not method.facts.needs_experts:
         dense = build_method(name, {"rank": 2, "targets": ["attention"]})
         assert dense.plan(llama_backbone.info, LARGE).active_experts is None
 

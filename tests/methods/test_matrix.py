@@ -471,7 +471,7 @@ def deployed(federation: Federation, state: Payload, round: int = 2) -> None:
     """Asserts that every model of a state has the tensors of its plan, and loads them."""
     method, model = federation.method, federation.model
     models = [method.deploy(state, model, who.budget) for who in federation.clients]
-    assert {one is not None for one in models} == {method.has_global_model}
+    assert {one is not None for one in models} == {method.facts.has_global_model}
     for who in federation.clients:
         excerpt = method.excerpt(state, who)
         for memory in (federation.memory.load(who.name, round + 1), Payload()):

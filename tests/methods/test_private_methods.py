@@ -157,9 +157,9 @@ def test_a_robust_estimate_can_take_a_means_place(name: str, tmp_path: Path) -> 
 def test_a_refusal_is_declared_once() -> None:
     """A clause for both units, or one for each; what a method says itself counts, and silence is a refusal."""
     plain, by_unit, own = (method_of(name) for name in ("flame", "fdlora", "fed-sb"))
-    assert plain.privacy_refusal("client") == plain.privacy_refusal("example") == plain.not_private
-    assert [by_unit.privacy_refusal(unit) for unit in UNITS] == ["", by_unit.not_private.example]
+    assert plain.privacy_refusal("client") == plain.privacy_refusal("example") == plain.facts.not_private
+    assert [by_unit.privacy_refusal(unit) for unit in UNITS] == ["", by_unit.facts.not_private.example]
     assert [own.privacy_refusal(unit) for unit in UNITS] == [own.privacy_refusal("client")] * 2 != ["", ""]
     assert method_of("fed-sb from random factors").privacy_refusal("client") == ""
     assert len(able("example")) > 5
-    assert "does not say" in Method.not_private
+    assert "does not say" in Method.facts.not_private

@@ -250,7 +250,7 @@ def run_a_step(name: str, data: dict[str, list[str]], models: dict[str, Path], f
     assert len(whole.participants) == max(round(asked), 1)
     assert whole.rejected == []
     assert [record.client for record in trained] == whole.participants
-    for_every_budget = METHODS.load(config.method.name).costs.trains == "every budget"
+    for_every_budget = METHODS.load(config.method.name).facts.costs.trains == "every budget"
     trainings = len(config.federation.budgets) if for_every_budget else 1
     assert {record.steps for record in trained} == {trainings}
     assert all(record.train_loss > 0 for record in trained)

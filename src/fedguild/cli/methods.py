@@ -66,7 +66,7 @@ def _described(method: type[Method]) -> dict[str, Any]:
     return {
         "name": method.name,
         "title": method.title,
-        "needs_experts": method.needs_experts,
+        "needs_experts": method.facts.needs_experts,
         "options": [vars(option) for option in settings_of(method.Settings)],
     }
 
@@ -85,5 +85,5 @@ def _said_of(plugin: Found) -> str:
 
 def _show_one(method: type[Method]) -> None:
     options = [replace(option, key=f"method.{option.key}") for option in settings_of(method.Settings)]
-    models = "mixture-of-experts models" if method.needs_experts else "any model"
+    models = "mixture-of-experts models" if method.facts.needs_experts else "any model"
     show(f"{method.title} (for {models})", *([setting_table("option", options)] if options else []))

@@ -118,7 +118,7 @@ def _show_published(as_json: bool, markdown: bool) -> None:
         show_json([row.record() for row in compared])
     elif markdown:
         typer.echo(published_markdown(compared))
-        typer.echo(f"## The server\n\n{server_markdown({name: METHODS.load(name).costs for name in METHODS})}")
+        typer.echo(f"## The server\n\n{server_markdown({name: METHODS.load(name).facts.costs for name in METHODS})}")
     else:
         show(*published_tables(compared))
     for what, reason in missing.items():

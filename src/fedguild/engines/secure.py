@@ -135,7 +135,7 @@ class SecureClients:
             form, terms = whole_form(form, model), whole_terms(terms, report, frequency)
         clear = {name: tensor for name, tensor in upload.tensors.items() if name.partition("/")[0] in form.disclosed}
         self._kept[client.index] = _Kept(
-            task.round, trained_from(task.download, form, config, method.told_alike), training, form, terms, clear
+            task.round, trained_from(task.download, form, config, method.facts.told_alike), training, form, terms, clear
         )
 
     def answer(self, client: int, session: Session, step: Step, request: Payload) -> Payload:

@@ -33,7 +33,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.aggregation import activation_weights
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import RUNNING_MEAN, Method
+from fedguild.server.method import RUNNING_MEAN, Facts, Method
 from fedguild.server.schema import Bound, Schema, entries
 from fedguild.server.settings import Alpha, LoraSettings
 from fedguild.server.terms import Terms, Upload, mean_by_expert
@@ -50,10 +50,12 @@ class A3Smoe(Method):
 
     Settings = A3SmoeSettings
     settings: A3SmoeSettings
-    needs_experts = True
-    costs = RUNNING_MEAN
+    facts = Facts(
+        needs_experts=True,
+        costs=RUNNING_MEAN,
+        not_private="sends how often a client's tokens activated each expert",
+    )
     is_stepped = True
-    not_private = "sends how often a client's tokens activated each expert"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts."""

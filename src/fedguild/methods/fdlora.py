@@ -51,7 +51,7 @@ from fedguild.core.seeding import derive
 from fedguild.data.batches import Encoded
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.server.method import GLOBAL, Deployment, Method, NotPrivate, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, ServerCosts
 from fedguild.server.settings import Dropout, DropoutLoraSettings, Rank, Targets
 from fedguild.server.terms import Means, Terms, Upload, mean
 
@@ -89,14 +89,16 @@ class FDLoRA(Method):
 
     Settings = FDLoRASettings
     settings: FDLoRASettings
-    costs = ServerCosts(
-        "O(n): a running mean and a momentum",
-        "O(C n)",
-        note="A client's search for its fusion weights runs forward passes that are not counted.",
+    facts = Facts(
+        costs=ServerCosts(
+            "O(n): a running mean and a momentum",
+            "O(C n)",
+            note="A client's search for its fusion weights runs forward passes that are not counted.",
+        ),
+        not_private=NotPrivate(example="searches its fusion weights on examples that it holds out"),
     )
     is_mean = True
     is_stepped = False
-    not_private = NotPrivate(example="searches its fusion weights on examples that it holds out")
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: the two adapters take turns in it."""

@@ -44,7 +44,7 @@ from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
 from fedguild.server.low_rank import Factors, by_module, stack
 from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import GLOBAL, Deployment, Method, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Own, ServerCosts
 from fedguild.server.schema import Schema
 from fedguild.server.settings import DropoutLoraSettings, Weights
 from fedguild.server.terms import Upload
@@ -72,15 +72,17 @@ class FedExLoRA(Method):
     """
 
     Settings = FedExLoRASettings
-    not_linear = "it merges the products of every client's own A and B"
-    settings: FedExLoRASettings
-    costs = ServerCosts(
-        f"O(C n): the residual needs all uploads, as factors of rank (C - 1) r; {HISTORY_COST}",
-        "O(C n)",
-        holds="all",
-        rounds=3,
+    facts = Facts(
+        costs=ServerCosts(
+            f"O(C n): the residual needs all uploads, as factors of rank (C - 1) r; {HISTORY_COST}",
+            "O(C n)",
+            holds="all",
+            rounds=3,
+        ),
+        not_private="",  # its uploads are the received adapters, after plain training
+        not_linear="it merges the products of every client's own A and B",
     )
-    not_private = ""  # its uploads are the received adapters, after plain training
+    settings: FedExLoRASettings
 
     @property
     def merges_weights(self) -> bool:

@@ -40,7 +40,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.aggregation import truncate_rank
 from fedguild.server.limits import require_within_rank, require_within_top_k
-from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Method, Own
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Own
 from fedguild.server.settings import Rank, Scale, UnequalRanksSettings, Weights
 from fedguild.server.terms import Terms, Upload, mean, mean_by_rank
 
@@ -66,9 +66,11 @@ class FedIT(Method):
 
     Settings = FedITSettings
     settings: FedITSettings
-    costs = RUNNING_MEAN
+    facts = Facts(
+        costs=RUNNING_MEAN,
+        not_private="",  # its uploads are the received adapters, after plain training
+    )
     is_mean = True
-    not_private = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the method's rank, or at the budget's, with the model's active experts or the budget's."""

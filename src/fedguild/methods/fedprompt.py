@@ -37,7 +37,7 @@ from fedguild.core.payload import ADAPTER, Payload
 from fedguild.model.adapters.soft_prompt import SoftPrompt
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.server.method import RUNNING_MEAN, Method, NotPrivate
+from fedguild.server.method import RUNNING_MEAN, Facts, Method, NotPrivate
 from fedguild.server.settings import MethodSettings
 from fedguild.server.terms import Terms, Upload, mean
 
@@ -65,9 +65,11 @@ class FedPrompt(Method):
 
     Settings = FedPromptSettings
     settings: FedPromptSettings
-    costs = RUNNING_MEAN
+    facts = Facts(
+        costs=RUNNING_MEAN,
+        not_private=NotPrivate(client="starts the prompt at the clients, which receive none at first"),
+    )
     is_mean = True
-    not_private = NotPrivate(client="starts the prompt at the clients, which receive none at first")
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a soft prompt and no LoRA, the same for every budget."""

@@ -37,7 +37,7 @@ from fedguild.core.payload import Payload
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.server.method import RUNNING_MEAN, Method
+from fedguild.server.method import RUNNING_MEAN, Facts, Method
 from fedguild.server.settings import AveragingSettings, averaging_plan, fitting_averaging_defaults
 
 
@@ -52,9 +52,11 @@ class FedProx(Method):
 
     Settings = FedProxSettings
     settings: FedProxSettings
-    costs = RUNNING_MEAN
+    facts = Facts(
+        costs=RUNNING_MEAN,
+        not_private="",  # its uploads are the received adapters, after plain training
+    )
     is_mean = True
-    not_private = ""  # its uploads are the received adapters, after plain training
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
         """Returns the method with LoRA on attention in place of gates and experts if the model is dense."""

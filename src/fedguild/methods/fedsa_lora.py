@@ -38,7 +38,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes, zero_adapter
 from fedguild.model.targets import leaf
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Method, Own
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Own
 from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import DropoutLoraSettings, Rank, Weights
 from fedguild.server.terms import Terms, Upload, mean
@@ -59,10 +59,12 @@ class FedSALoRA(Method):
 
     Settings = FedSALoRASettings
     settings: FedSALoRASettings
-    costs = RUNNING_MEAN
-    has_global_model = False
+    facts = Facts(
+        costs=RUNNING_MEAN,
+        not_private="",  # its uploads are the received adapters, after plain training
+        has_global_model=False,
+    )
     is_mean = True
-    not_private = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts."""

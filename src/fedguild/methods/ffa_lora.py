@@ -37,7 +37,7 @@ from fedguild.core.seeding import new_seed, torch_rng
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Method, Own
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Own
 from fedguild.server.settings import DropoutLoraSettings, Weights
 from fedguild.server.terms import Terms, Upload, mean
 
@@ -56,9 +56,11 @@ class FFALoRA(Method):
 
     Settings = FFALoRASettings
     settings: FFALoRASettings
-    costs = RUNNING_MEAN
+    facts = Facts(
+        costs=RUNNING_MEAN,
+        not_private="",  # its uploads are the received adapters, after plain training
+    )
     is_mean = True
-    not_private = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA whose A is frozen, with the budget's active experts."""

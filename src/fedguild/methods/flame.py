@@ -48,7 +48,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.aggregation import activation_weights
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Method, Observation, Own
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Observation, Own
 from fedguild.server.rescaler import RESCALER, Rescaler, scale_observations, scale_parts, split_scales
 from fedguild.server.schema import Bound, Schema, entries
 from fedguild.server.settings import LoraSettings, Targets
@@ -76,10 +76,12 @@ class Flame(Method):
 
     Settings = FlameSettings
     settings: FlameSettings
-    needs_experts = True
-    costs = RUNNING_MEAN
+    facts = Facts(
+        needs_experts=True,
+        costs=RUNNING_MEAN,
+        not_private="sends how often a client's tokens activated each expert",
+    )
     is_stepped = True
-    not_private = "sends how often a client's tokens activated each expert"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's k_i active experts and the rescaler s_i."""

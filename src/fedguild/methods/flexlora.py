@@ -41,7 +41,7 @@ from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.aggregation import truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, truncate, weighted_product
-from fedguild.server.method import GLOBAL, Deployment, Method, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Own, ServerCosts
 from fedguild.server.settings import UnequalRanksSettings
 from fedguild.server.terms import Upload
 from fedguild.server.uploads import collected, scaled_products
@@ -58,14 +58,16 @@ class FlexLoRA(Method):
     """
 
     Settings = FlexLoRASettings
-    not_linear = "it decomposes the mean of the clients' products B A, a sum as large as the layers"
-    settings: FlexLoRASettings
-    costs = ServerCosts(
-        "O(C n): all factors are stacked",
-        "O((in + out) R² + R³) a module, R the sum of the clients' ranks",
-        holds="all",
+    facts = Facts(
+        costs=ServerCosts(
+            "O(C n): all factors are stacked",
+            "O((in + out) R² + R³) a module, R the sum of the clients' ranks",
+            holds="all",
+        ),
+        not_private="",  # its uploads are the received adapters, after plain training
+        not_linear="it decomposes the mean of the clients' products B A, a sum as large as the layers",
     )
-    not_private = ""  # its uploads are the received adapters, after plain training
+    settings: FlexLoRASettings
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""

@@ -40,7 +40,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
 from fedguild.server.low_rank import weighted_product
 from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import GLOBAL, Deployment, Method, NotPrivate, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, ServerCosts
 from fedguild.server.schema import Schema
 from fedguild.server.settings import AnyRanksSettings
 from fedguild.server.terms import Upload
@@ -58,16 +58,18 @@ class Flora(Method):
     """
 
     Settings = FloraSettings
-    not_linear = "it stacks every client's own A and B side by side"
-    settings: FloraSettings
-    costs = ServerCosts(
-        f"O(C n): the stack of all factors, of rank R = sum of the clients' ranks; {HISTORY_COST}",
-        "O(C n)",
-        holds="all",
-        note="The download is the whole stack of the round before.",
-        rounds=3,
+    facts = Facts(
+        costs=ServerCosts(
+            f"O(C n): the stack of all factors, of rank R = sum of the clients' ranks; {HISTORY_COST}",
+            "O(C n)",
+            holds="all",
+            note="The download is the whole stack of the round before.",
+            rounds=3,
+        ),
+        not_private=NotPrivate(client="starts every round from an adapter that was not received"),
+        not_linear="it stacks every client's own A and B side by side",
     )
-    not_private = NotPrivate(client="starts every round from an adapter that was not received")
+    settings: FloraSettings
 
     @property
     def merges_weights(self) -> bool:

@@ -48,7 +48,7 @@ from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
 from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import Factors, Svd, by_module, decompose, named, weighted_product
 from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import GLOBAL, Deployment, Method, NotPrivate, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, ServerCosts
 from fedguild.server.schema import Schema
 from fedguild.server.settings import AnyRanksSettings
 from fedguild.server.terms import Upload
@@ -78,18 +78,20 @@ class Florist(Method):
     """
 
     Settings = FloristSettings
-    not_linear = "it stacks every client's own A and B side by side"
-    settings: FloristSettings
-    costs = ServerCosts(
-        f"O(C n): all uploads, and one module's stack of rank R = sum of the clients' ranks; {HISTORY_COST}",
-        "O((in + out) R² + R³) a module",
-        holds="all",
-        varies="at most",
-        bound={"threshold": 1.0},
-        note="The threshold keeps as many ranks as the uploads need; all of them are counted.",
-        rounds=3,
+    facts = Facts(
+        costs=ServerCosts(
+            f"O(C n): all uploads, and one module's stack of rank R = sum of the clients' ranks; {HISTORY_COST}",
+            "O((in + out) R² + R³) a module",
+            holds="all",
+            varies="at most",
+            bound={"threshold": 1.0},
+            note="The threshold keeps as many ranks as the uploads need; all of them are counted.",
+            rounds=3,
+        ),
+        not_private=NotPrivate(client="starts a round from an adapter that was not received"),
+        not_linear="it stacks every client's own A and B side by side",
     )
-    not_private = NotPrivate(client="starts a round from an adapter that was not received")
+    settings: FloristSettings
 
     @property
     def merges_weights(self) -> bool:

@@ -35,7 +35,7 @@ from fedguild.core.payload import ADAPTER, Payload
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Method, Own
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Own
 from fedguild.server.settings import InBasisSettings
 from fedguild.server.singular_basis import change_basis, out_of_basis, started
 
@@ -48,10 +48,12 @@ class Guild(Method):
 
     Settings = InBasisSettings
     settings: InBasisSettings
-    needs_experts = True
-    costs = RUNNING_MEAN
+    facts = Facts(
+        needs_experts=True,
+        costs=RUNNING_MEAN,
+        not_private="",  # its uploads are the received adapters, after plain training
+    )
     is_mean = True
-    not_private = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's k_i active experts."""

@@ -57,7 +57,7 @@ from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.aggregation import Weight, pad_rank, rank_axis, truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import DOWN, UP, Factors, accurate, by_module
-from fedguild.server.method import GLOBAL, Deployment, Method, Observation, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, ServerCosts
 from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import Scale, UnequalRanksSettings
 from fedguild.server.terms import RANK, Means, Terms, Upload, mean_of_padded
@@ -90,14 +90,16 @@ class HetLoRA(Method):
 
     Settings = HetLoRASettings
     settings: HetLoRASettings
-    costs = ServerCosts(
-        "O(n): a running mean at the highest rank",
-        "O(C n r) for the norms of the products",
-        varies="at most",
-        note="Pruning takes ranks from a client for good; none is counted.",
+    facts = Facts(
+        costs=ServerCosts(
+            "O(n): a running mean at the highest rank",
+            "O(C n r) for the norms of the products",
+            varies="at most",
+            note="Pruning takes ranks from a client for good; none is counted.",
+        ),
+        not_private="tells by the form of an upload whether training shrank the client's last ranks",
     )
     is_stepped = True
-    not_private = "tells by the form of an upload whether training shrank the client's last ranks"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank, the highest that its clients ever have; all experts stay active."""

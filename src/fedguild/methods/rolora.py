@@ -45,7 +45,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.model.targets import leaf
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import RUNNING_MEAN, Method
+from fedguild.server.method import RUNNING_MEAN, Facts, Method
 from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import DropoutLoraSettings, Weights
 from fedguild.server.terms import Means, Terms, Upload, mean
@@ -65,13 +65,15 @@ class RoLoRA(Method):
 
     Settings = RoLoRASettings
     settings: RoLoRASettings
-    costs = replace(
-        RUNNING_MEAN,
-        period=2,
-        note="Parameters, FLOPs and memory are those of training A and B together: an upper bound, as they take turns.",
+    facts = Facts(
+        costs=replace(
+            RUNNING_MEAN,
+            period=2,
+            note="Parameters, FLOPs and memory are those of training A and B together: an upper bound.",
+        ),
+        not_private="",  # its uploads are the received adapters, after plain training
     )
     is_mean = True
-    not_private = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts and both factors."""

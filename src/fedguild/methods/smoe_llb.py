@@ -41,7 +41,7 @@ from fedguild.core.payload import Payload
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import RUNNING_MEAN, Method, NotPrivate
+from fedguild.server.method import RUNNING_MEAN, Facts, Method, NotPrivate
 from fedguild.server.settings import Alpha, LoraSettings, Targets
 
 
@@ -59,10 +59,12 @@ class SmoeLlb(Method):
 
     Settings = SmoeLlbSettings
     settings: SmoeLlbSettings
-    needs_experts = True
-    costs = RUNNING_MEAN
+    facts = Facts(
+        needs_experts=True,
+        costs=RUNNING_MEAN,
+        not_private=NotPrivate(example="balances routers over a batch's tokens, which couples its examples"),
+    )
     is_mean = True
-    not_private = NotPrivate(example="balances routers over a batch's tokens, which couples its examples")
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts."""

@@ -35,7 +35,7 @@ from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.aggregation import rank_axis
-from fedguild.server.method import GLOBAL, Deployment, Method, NotPrivate, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, ServerCosts
 from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import AnyRanksSettings, Targets
 
@@ -54,14 +54,16 @@ class Trivial(Method):
 
     Settings = TrivialSettings
     settings: TrivialSettings
-    costs = ServerCosts(
-        "O(n), whatever C is: a running mean for every budget",
-        "O(C n)",
-        trains="every budget",
-        note="Every client takes part in the federation of every budget: FLOPs and bytes of a round are their sum.",
+    facts = Facts(
+        costs=ServerCosts(
+            "O(n), whatever C is: a running mean for every budget",
+            "O(C n)",
+            trains="every budget",
+            note="Every client takes part in the federation of every budget: FLOPs and bytes of a round are their sum.",
+        ),
+        not_private=NotPrivate(example="trains once for every budget in a round"),
     )
     is_mean = True
-    not_private = NotPrivate(example="trains once for every budget in a round")
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank; all of the model's experts stay active."""

@@ -54,7 +54,7 @@ def check_privacy(method: Method, config: Config, *, equal_shapes: bool) -> None
             f"evaluation.{asked[0]} asks for scores of the clients' own models, which no privacy noise covers.",
             f"Set evaluation.{asked[0]}=false, or declare them: privacy.public=[scores].",
         )
-    if not method.has_global_model:
+    if not method.facts.has_global_model:
         require_public_scores(config)
     if privacy.is_central and federation.secure:
         raise ConfigError(

@@ -121,7 +121,7 @@ def require_scorable(experiment: Experiment) -> None:
     """
     settings, is_local = experiment.config.evaluation, experiment.remote is None
     pooled = experiment.data.pooled(settings.split, settings.max_examples, experiment.config.seed)
-    has_global_model = experiment.method.has_global_model and (is_local or bool(pooled))
+    has_global_model = experiment.method.facts.has_global_model and (is_local or bool(pooled))
     if _scores_own_models(experiment, has_global_model=has_global_model):
         require_public_scores(experiment.config)
 
@@ -142,9 +142,9 @@ def recorded_scores(config: Config, method: Method) -> dict[str, set[str]]:
     measures = {"accuracy", corpus_spec(config.data.dataset).metric, *settings.metrics}
     measures |= {"perplexity"} if settings.perplexity else set()
     scores: dict[str, set[str]] = {}
-    if method.has_global_model:
+    if method.facts.has_global_model:
         scores |= {"mean": set(), **{tier.name: measures for tier in config.federation.budgets}}
-    if settings.clients or real or not (method.has_global_model or settings.trained):
+    if settings.clients or real or not (method.facts.has_global_model or settings.trained):
         scores["mtal"] = {DEVIATION}
     scores |= {name: {DEVIATION} for name in ("trained", "received", "pooled") if getattr(settings, name)}
     return scores

@@ -6,7 +6,7 @@ client's data is, everything else on the server. No method inherits from another
     >>> from fedguild.server.settings import LoraSettings
     >>> class Averaging(Method):
     ...     Settings = LoraSettings
-    ...     not_private = ""
+    ...     facts = Facts(not_private="")
     ...
     ...     def plan(self, model, budget):
     ...         return AdapterPlan((self.settings.lora,))
@@ -160,6 +160,35 @@ class NotPrivate:
 
 
 NOTHING = Payload()
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What holds of a method whatever its options.
+
+    Attributes:
+        needs_experts: Whether it runs on mixture-of-experts models only.
+        costs: The order of the server's work.
+        not_private: Why it cannot run with differential privacy, a clause without a subject; empty where it can. See
+            `privacy_refusal`.
+        needs_float64: What it computes in fp64 on the clients' device, a clause without a subject's name; empty for
+            nothing. Apple's GPUs have no fp64.
+        has_global_model: Whether there is a global model; False where every client has its own and none is shared.
+        told_alike: Parts of the download that are the same for all clients where all hold all of every tensor; in a
+            secure round these find out whether it is so.
+        not_linear: Why the server does not take sums alone, a clause without a subject's name; for an `aggregate` of
+            its own, or for terms that are not secure.
+    """
+
+    needs_experts: bool = False
+    costs: ServerCosts = ServerCosts()
+    not_private: str | NotPrivate = "does not say what its uploads tell about a client's data"
+    needs_float64: str = ""
+    has_global_model: bool = True
+    told_alike: tuple[str, ...] = (ADAPTER,)
+    not_linear: str = ""
+
+
 RUNNING_MEAN = ServerCosts("O(n), whatever C is: a running mean", "O(C n)")
 
 
@@ -172,38 +201,22 @@ class Method(ABC):
         name: The name in configs; by default that of the module, `-` for `_`.
         title: A one-line description; by default the first line of the module's docstring.
         Settings: The options, each declared once with help and range.
-        needs_experts: Whether it runs on mixture-of-experts models only.
-        costs: The order of the server's work.
+        facts: What holds of all its instances.
         is_mean: Whether `aggregate` depends on the uploads by a mean of their part `adapter` only, with one weight for
             each client; a robust estimate may then take the mean's place (`federation.aggregator`). An instance may say
             it of its options.
-        not_linear: Why the server does not take sums alone, a clause without a subject's name; for an `aggregate` of
-            its own, or for terms that are not secure.
-        not_private: Why it cannot run with differential privacy, a clause without a subject; empty where it can. See
-            `privacy_refusal`.
         is_stepped: Whether the server may step from the old adapter towards the aggregated one, with momentum
             (`federation.server_step`); None: if `is_mean`. True also where each expert or rank has weights of its own,
             if the names and shapes of the state's adapter stay; False where the method has a server's step of its own.
-        needs_float64: What it computes in fp64 on the clients' device, a clause without a subject's name; empty for
-            nothing. Apple's GPUs have no fp64.
-        has_global_model: Whether there is a global model; False where every client has its own and none is shared.
-        told_alike: Parts of the download that are the same for all clients where all hold all of every tensor; in a
-            secure round these find out whether it is so.
         settings: The options of this instance.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
     Settings: ClassVar[type[BaseModel]]
-    needs_experts: ClassVar[bool] = False
-    costs: ClassVar[ServerCosts] = ServerCosts()
+    facts: ClassVar[Facts] = Facts()
     is_mean: bool = False
-    not_linear: ClassVar[str] = ""
-    not_private: ClassVar[str | NotPrivate] = "does not say what its uploads tell about a client's data"
     is_stepped: ClassVar[bool | None] = None
-    needs_float64: ClassVar[str] = ""
-    has_global_model: ClassVar[bool] = True
-    told_alike: ClassVar[tuple[str, ...]] = (ADAPTER,)
     settings: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -338,13 +351,13 @@ class Method(ABC):
         A method can run with the unit `example` if it trains by `fedguild.client.training.train` alone and once a
         round, and with `client` if its uploads are the adapters that its clients received, after a training; with noise
         that clients add themselves, any tensor that they received by the same name is covered, too. In no case may an
-        upload hold anything else that was computed from data. By default `not_private` says it, and a method that
+        upload hold anything else that was computed from data. By default `facts.not_private` says it, and a method that
         declares nothing is refused.
 
         Args:
             unit: What is protected: a client's whole data, or one training example.
         """
-        reason = self.not_private
+        reason = self.facts.not_private
         return reason if isinstance(reason, str) else str(getattr(reason, unit))
 
     @property
@@ -442,7 +455,7 @@ def secure_form(
     Raises:
         ConfigError: the method's server does not take sums alone.
     """
-    why = method.not_linear
+    why = method.facts.not_linear
     if not why and type(method).aggregate is not Method.aggregate:
         why = "its `aggregate` does not say which sums it takes of them"
     if not why:

@@ -57,7 +57,7 @@ def real_rounds(label: str, folder: Path, rounds: int = 3) -> list[list[tuple[Co
 
 def expected(label: str, folder: Path, limit: int = LIMIT, dtype: torch.dtype = torch.float32) -> Exchanges:
     name = label.partition(" ")[0]
-    method = build_method(name, {**CASES[label].options, **METHODS.load(name).costs.bound})
+    method = build_method(name, {**CASES[label].options, **METHODS.load(name).facts.costs.bound})
     return exchanges(method, fresh(label, folder).model, CLIENTS, rounds=3, limit=limit, wire_dtype=dtype)
 
 
@@ -171,7 +171,7 @@ def test_payloads_keep_their_form_from_the_round_that_the_entry_names(label: str
     name = label.partition(" ")[0]
     method = build_method(name, CASES[label].options)
     counted = exchanges(method, fresh(label, tmp_path).model, CLIENTS, rounds=5, absences=False)
-    settled, period = method.costs.rounds - 1, method.costs.period
+    settled, period = method.facts.costs.rounds - 1, method.facts.costs.period
     for number, later in enumerate(counted.rounds[settled:]):
         assert list(map(sizes, later)) == list(map(sizes, counted.rounds[settled + number % period]))
 

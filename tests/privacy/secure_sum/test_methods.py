@@ -277,11 +277,11 @@ def test_a_server_that_tells_one_client_something_else_is_found_out(label, backb
         if all(name in other.tensors and torch.equal(other.tensors[name], tensor) for other in downloads)
     }
     assert alike, "nothing would be changed"
-    found = {trained_from(download, form, b"config", method.told_alike) for download in downloads}
+    found = {trained_from(download, form, b"config", method.facts.told_alike) for download in downloads}
     assert len(found) == 1, "clients of one round are told different things"
     for name in sorted(alike):
         other = replace(downloads[0], tensors={**downloads[0].tensors, name: downloads[0].tensors[name] + 1})
-        told = trained_from(other, form, b"config", method.told_alike)
+        told = trained_from(other, form, b"config", method.facts.told_alike)
         assert told not in found, name
 
 
@@ -444,7 +444,7 @@ class TestRefusals:
             secure_form(Silent(Silent.Settings()), backbone.info, BUDGETS)
 
     def test_the_methods_that_aggregate_securely_are_these(self):
-        refusing = {name: METHODS.load(name).not_linear for name in METHODS if name not in WITH_FORM}
+        refusing = {name: METHODS.load(name).facts.not_linear for name in METHODS if name not in WITH_FORM}
         assert set(WITH_FORM) == {name for names in DECLARED.values() for name in names}
         of_products = {"fedex-lora", "flexlora", "flora", "florist"}
         assert set(refusing) == of_products | {"fed-sb", "fedalign-moe", "fedamole", "hfedmoe"}

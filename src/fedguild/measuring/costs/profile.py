@@ -88,10 +88,10 @@ def profile(
         count = sum(client.budget == budget for client in clients)
         if not count:
             continue
-        trained = budgets if method.costs.trains == "every budget" else [budget]
+        trained = budgets if method.facts.costs.trains == "every budget" else [budget]
         plans = [method.plan(model, each) for each in trained]
         tiers.append(tier_profile(model, budget, count, method.plan(model, budget), plans, traffic, workload))
-    return Profile(method.name, model, workload, tiers, _server_profile(method.costs, traffic, participants))
+    return Profile(method.name, model, workload, tiers, _server_profile(method.facts.costs, traffic, participants))
 
 
 def _server_profile(entry: ServerCosts, traffic: Exchanges, participants: int) -> ServerProfile:

@@ -89,8 +89,8 @@ def exchanges(
     Raises:
         ConfigError: the method's settings do not fit the model or the clients.
     """
-    asked, period = clients[:participants], method.costs.period
-    rounds = rounds or method.costs.rounds + period - 1
+    asked, period = clients[:participants], method.facts.costs.period
+    rounds = rounds or method.facts.costs.rounds + period - 1
     with ShapesOnly(limit):
         state = method.start(model, list(budgets) or list(_last_of_budgets(clients)), torch_rng(seed, "start"))
         states = [method.enroll(state, model, clients)]
@@ -141,7 +141,7 @@ def _after(method: Method, state: Payload, model: ModelInfo, clients: Sequence[C
         for client in clients:
             download = method.download(state, model, client)
             schema = method.schema(model, client, download, number)
-            example = (schema.needed if method.costs.leave_out else schema).example()
+            example = (schema.needed if method.facts.costs.leave_out else schema).example()
             sent = {name: torch.rand(tensor.shape, generator=rng) for name, tensor in example.tensors.items()}
             yield Upload(number, client, Payload(sent, example.scalars), download)
 

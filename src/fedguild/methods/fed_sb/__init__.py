@@ -63,7 +63,7 @@ from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
 from fedguild.model.targets import targeted_shapes
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import GLOBAL, Deployment, Method, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Own, ServerCosts
 from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import MethodSettings, Targets, Weights
 from fedguild.server.terms import Upload, weight_of
@@ -109,14 +109,16 @@ class FedSB(Method):
     """A federated r×r matrix between frozen factors; see the module's docstring."""
 
     Settings = FedSBSettings
-    not_linear = "it records of every client whether it still holds A and B"
-    settings: FedSBSettings
-    costs = ServerCosts(
-        "O(n); in the first round one module's gradient [out, in]",
-        "O(C n), n = r² a module; once O(out in r) a module for A and B",
-        note="The first round sends sketches of gradients up and trains nothing; A and B go down once to each client.",
-        rounds=3,
+    facts = Facts(
+        costs=ServerCosts(
+            "O(n); in the first round one module's gradient [out, in]",
+            "O(C n), n = r² a module; once O(out in r) a module for A and B",
+            note="The first round only sends sketches of gradients up; A and B go down once to each client.",
+            rounds=3,
+        ),
+        not_linear="it records of every client whether it still holds A and B",
     )
+    settings: FedSBSettings
 
     def privacy_refusal(self, unit: Unit) -> str:
         """Returns why its uploads tell more than an account could hold."""

@@ -67,7 +67,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import GLOBAL, Deployment, Method, Observation, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, ServerCosts
 from fedguild.server.schema import Bound, Schema, entries
 from fedguild.server.settings import Alpha, MethodSettings, Rank, StartNorm
 from fedguild.server.terms import Upload
@@ -134,18 +134,20 @@ class FedAlignMoe(Method):
     """Aligned routing with private gates, region-conditioned expert averaging; see the module's docstring."""
 
     Settings = FedAlignMoeSettings
-    not_linear = "it compares the clients' experts by their cosines"
-    settings: FedAlignMoeSettings
-    needs_experts = True
-    costs = ServerCosts(
-        "O(n + C n_e): the uploads wait on disk, one expert's C versions (n_e each) are in memory",
-        "O(C² n): a Gram matrix over the clients for every expert",
-        varies="at most",
-        leave_out=True,
-        note="An upload leaves out the experts that the client did not activate. After its training a client runs "
-        "forward passes over its data, up to `statistics_tokens` tokens, that are not counted.",
+    facts = Facts(
+        needs_experts=True,
+        costs=ServerCosts(
+            "O(n + C n_e): the uploads wait on disk, one expert's C versions (n_e each) are in memory",
+            "O(C² n): a Gram matrix over the clients for every expert",
+            varies="at most",
+            leave_out=True,
+            note="An upload leaves out the experts that the client did not activate. After its training a client runs "
+            "forward passes over its data, up to `statistics_tokens` tokens, that are not counted.",
+        ),
+        not_private="sends means of the routing and of the experts' inputs",
+        not_linear="it compares the clients' experts by their cosines",
     )
-    not_private = "sends means of the routing and of the experts' inputs"
+    settings: FedAlignMoeSettings
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a full gate and LoRA on the experts, or full experts, with the budget's active experts."""

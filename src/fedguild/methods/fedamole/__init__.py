@@ -72,7 +72,7 @@ from fedguild.methods.fedamole.pool import (
 )
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.server.method import GLOBAL, Deployment, Method, Observation, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, ServerCosts
 from fedguild.server.schema import Entry, Schema, entries
 from fedguild.server.settings import Alpha, MethodSettings, fitting_defaults
 from fedguild.server.terms import Means, Terms, Upload, mean
@@ -130,16 +130,18 @@ class FedAMoLE(Method):
     """Mixtures of LoRA experts, assigned to clients by relevance; see the module's docstring."""
 
     Settings = FedAMoLESettings
-    not_linear = "it assigns experts by every client's embedding"
-    settings: FedAMoLESettings
-    costs = ServerCosts(
-        "O(E n / b) for the pool of experts, and C E scores a module",
-        "O(C n), and a linear program of C E variables a module",
-        varies="mean",
-        note="Clients hold between k^e and b experts of a module; over all of them the mean is E k^c / C.",
+    facts = Facts(
+        costs=ServerCosts(
+            "O(E n / b) for the pool of experts, and C E scores a module",
+            "O(C n), and a linear program of C E variables a module",
+            varies="mean",
+            note="Clients hold between k^e and b experts of a module; over all of them the mean is E k^c / C.",
+        ),
+        not_private="sends embeddings of the clients' examples (method.privacy_eta adds noise that no account covers)",
+        has_global_model=False,
+        not_linear="it assigns experts by every client's embedding",
     )
-    has_global_model = False
-    not_private = "sends embeddings of the clients' examples (method.privacy_eta adds noise that nobody accounts for)"
+    settings: FedAMoLESettings
 
     def __init__(self, settings: FedAMoLESettings, secret: int | None = None) -> None:
         super().__init__(settings)
@@ -246,7 +248,7 @@ class FedAMoLE(Method):
     def terms(self, sent: Upload) -> Terms:
         """Line 7 (Eq. 10 and 12); lines 8 to 10 need each client's embeddings by themselves."""
         means = mean(POOL, sent, "uniform", tensors=uploaded_tensors(sent.payload), is_change=False)
-        return replace(means, disclose=(TOKEN,), secure=False, why=self.not_linear)
+        return replace(means, disclose=(TOKEN,), secure=False, why=self.facts.not_linear)
 
     def update(self, state: Payload, means: Means) -> Payload:
         """Lines 7 to 10."""

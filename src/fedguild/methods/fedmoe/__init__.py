@@ -68,7 +68,7 @@ from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
-from fedguild.server.method import GLOBAL, Deployment, Method, Observation, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, ServerCosts
 from fedguild.server.schema import Bound, Entry, Schema, entries
 from fedguild.server.settings import LoraSettings, Rank
 from fedguild.server.terms import Means, Term, Terms, Upload, mean
@@ -112,16 +112,17 @@ class FedMoe(Method):
 
     Settings = FedMoeSettings
     settings: FedMoeSettings
-    needs_experts = True
-    costs = ServerCosts(
-        "O(n) and C L M shares of tokens",
-        "O(C n + C² L M)",
-        varies="at most",
-        note="Counted as in stage 1, in which a client holds as many experts as fit; in stage 2 it holds at most as "
-        "many.",
-        rounds=3,
+    facts = Facts(
+        needs_experts=True,
+        costs=ServerCosts(
+            "O(n) and C L M shares of tokens",
+            "O(C n + C² L M)",
+            varies="at most",
+            note="Counted as in stage 1, in which a client holds as many experts as fit; later it may hold fewer.",
+            rounds=3,
+        ),
+        not_private="sends activations of the experts and what its validation says of them",
     )
-    not_private = "sends activations of the experts and what its validation says of them"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA, full routers and a restricted routing; the held experts come with the download."""

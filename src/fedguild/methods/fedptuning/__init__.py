@@ -35,7 +35,7 @@ from fedguild.methods.fedptuning.encoded_prompt import EncodedPrompt, encoded_pr
 from fedguild.model.adapters.soft_prompt import PROMPT, SoftPrompt
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Method, Own
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Own
 from fedguild.server.settings import MethodSettings
 from fedguild.server.terms import Terms, Upload, mean
 
@@ -56,9 +56,11 @@ class FedPTuning(Method):
 
     Settings = FedPTuningSettings
     settings: FedPTuningSettings
-    costs = RUNNING_MEAN
+    facts = Facts(
+        costs=RUNNING_MEAN,
+        not_private="",  # its uploads are the received adapters, after plain training
+    )
     is_mean = True
-    not_private = ""  # its uploads are the received adapters, after plain training
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns an encoded prompt and no LoRA, the same for every budget."""

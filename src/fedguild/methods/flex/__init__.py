@@ -46,7 +46,7 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Method, NotPrivate, Own
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, NotPrivate, Own
 from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import LoraSettings, Rank, Targets, Weights
 from fedguild.server.terms import Terms, Upload, mean
@@ -85,11 +85,13 @@ class Flex(Method):
 
     Settings = FlexSettings
     settings: FlexSettings
-    needs_float64 = "compares the experts' outputs"
-    needs_experts = True
-    costs = RUNNING_MEAN
+    facts = Facts(
+        needs_experts=True,
+        costs=RUNNING_MEAN,
+        not_private=NotPrivate(example="chooses the experts that it grafts by their losses on the examples"),
+        needs_float64="compares the experts' outputs",
+    )
     is_mean = True
-    not_private = NotPrivate(example="chooses the experts that it grafts by their losses on the examples")
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the shared LoRA and a graft on every MoE layer, with the budget's active experts beside it."""

@@ -52,7 +52,7 @@ from fedguild.methods.hfedmoe.importance import Importance
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import Method, ServerCosts
+from fedguild.server.method import Facts, Method, ServerCosts
 from fedguild.server.schema import Bound, Schema, entries
 from fedguild.server.settings import LoraSettings, Rank, Targets
 from fedguild.server.terms import Terms, Upload, mean_by_expert
@@ -94,16 +94,18 @@ class HFedMoe(Method):
 
     Settings = HFedMoeSettings
     settings: HFedMoeSettings
-    not_linear = "the sum of the sizes of an expert's users would tell who they are"
-    needs_float64 = "measures the experts' importance"
-    needs_experts = True
-    costs = ServerCosts(
-        "O(n), whatever C is: a running mean",
-        "O(C n)",
-        note="A client's FLOPs are those of training all experts: the gradients of those not chosen are discarded.",
+    facts = Facts(
+        needs_experts=True,
+        costs=ServerCosts(
+            "O(n), whatever C is: a running mean",
+            "O(C n)",
+            note="A client's FLOPs are those of training all experts: the gradients of those not chosen are discarded.",
+        ),
+        not_private="sends how important each expert is to a client's examples",
+        needs_float64="measures the experts' importance",
+        not_linear="the sum of the sizes of an expert's users would tell who they are",
     )
     is_stepped = True
-    not_private = "sends how important each expert is to a client's examples"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget; which experts train is chosen in every step."""
@@ -160,7 +162,7 @@ class HFedMoe(Method):
             for name, term in terms.means.items()
             if name.removeprefix(f"{ADAPTER}/").rpartition(".")[0] in preference
         }
-        return terms | Terms(routers, secure=False, why=self.not_linear)
+        return terms | Terms(routers, secure=False, why=self.facts.not_linear)
 
     def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
         """Returns the LoRA, u_c and p_c = u_c s_c, s_c <= 1, each of which sums to 1 at most in a layer (Eq. 20)."""

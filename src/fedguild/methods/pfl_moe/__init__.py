@@ -48,7 +48,7 @@ from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMi
 from fedguild.methods.pfl_moe.second_training import add_cost, second_training
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.server.method import GLOBAL, Deployment, Method, NotPrivate, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, ServerCosts
 from fedguild.server.settings import DropoutLoraSettings, Rank, Targets
 from fedguild.server.terms import Means, Terms, Upload, mean
 
@@ -86,13 +86,15 @@ class PflMoe(Method):
 
     Settings = PflMoeSettings
     settings: PflMoeSettings
-    costs = ServerCosts(
-        "O(n), whatever C is: a running mean",
-        "O(C n)",
-        note="A client's personal adapter and gate stay with it; their training comes on top of the FLOPs here.",
+    facts = Facts(
+        costs=ServerCosts(
+            "O(n), whatever C is: a running mean",
+            "O(C n)",
+            note="A client's personal adapter and gate stay with it; their training comes on top of the FLOPs here.",
+        ),
+        not_private=NotPrivate(example="trains a personal model and a gate on the same examples"),
     )
     is_mean = True
-    not_private = NotPrivate(example="trains a personal model and a gate on the same examples")
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: in training the two adapters take turns in it."""

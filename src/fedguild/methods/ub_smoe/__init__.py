@@ -87,7 +87,7 @@ from fedguild.methods.ub_smoe.pseudo_gradient import (
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import GLOBAL, Deployment, Method, Observation, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, ServerCosts
 from fedguild.server.schema import Bound, Entry, Schema, entries
 from fedguild.server.settings import Alpha, LoraSettings
 from fedguild.server.terms import Means, Term, Terms, Upload, mean, mean_of_budget
@@ -165,15 +165,17 @@ class UbSmoe(Method):
 
     Settings = UbSmoeSettings
     settings: UbSmoeSettings
-    needs_float64 = "measures its pseudo-gradient"
-    needs_experts = True
-    costs = ServerCosts(
-        "O(n): a running mean, and the pseudo-gradient (as large as the experts' LoRA)",
-        "O(C n)",
-        note="A client that took part in the round before derives the pseudo-gradient; others download it.",
+    facts = Facts(
+        needs_experts=True,
+        costs=ServerCosts(
+            "O(n): a running mean, and the pseudo-gradient (as large as the experts' LoRA)",
+            "O(C n)",
+            note="A client that took part in the round before derives the pseudo-gradient; others download it.",
+        ),
+        not_private="sends how often a client's tokens used each expert",
+        needs_float64="measures its pseudo-gradient",
+        told_alike=(ADAPTER, PHI),
     )
-    not_private = "sends how often a client's tokens used each expert"
-    told_alike = (ADAPTER, PHI)
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts and modulated routing."""

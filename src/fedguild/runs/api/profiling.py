@@ -58,7 +58,7 @@ def profile_config(
     model = describe_config(
         config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
     )
-    options = {**config.method.options, **METHODS.load(config.method.name).costs.bound}
+    options = {**config.method.options, **METHODS.load(config.method.name).facts.costs.bound}
     given = build_method(config.method.name, options)
     method = fitted(given, config, model)
     check_fit(method, config, model)
@@ -91,7 +91,7 @@ def profile_config(
 def _session(method: Method, model: ModelInfo, budgets: Sequence[Budget], config: Config) -> tuple[int, int]:
     """Returns the bytes that a client receives and sends in a round's session, the mean over rounds that alternate."""
     sessions = []
-    for round_index in range(method.costs.rounds, method.costs.rounds + method.costs.period):
+    for round_index in range(method.facts.costs.rounds, method.facts.costs.rounds + method.facts.costs.period):
         form, _ = secure_form(method, model, budgets, round_index)
         form = whole_form(form, model) if config.privacy.unit == "none" else form
         sessions.append(session_bytes(form, config.federation.wanted_uploads, config.federation.secure_share))

@@ -29,7 +29,7 @@ def fitted(method: Method, config: Config, model: ModelInfo) -> Method:
         ModelError: the method needs experts, and the model has none.
         ConfigError: an option does not fit the model or the federation.
     """
-    if method.needs_experts:
+    if method.facts.needs_experts:
         model.require_experts(method.title)
     federation = config.federation
     return method.fitted(model, federation.clients, exact=federation.wire_dtype == "fp32")

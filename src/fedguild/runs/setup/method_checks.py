@@ -164,7 +164,7 @@ def _require_device(method: Method, config: Config) -> None:
     if config.model.device != "mps":
         return
     lacking = {
-        f"method.name={method.name}": method.needs_float64 and f"it {method.needs_float64} in fp64",
+        f"method.name={method.name}": method.facts.needs_float64 and f"it {method.facts.needs_float64} in fp64",
         "privacy.unit=example": config.privacy.unit == "example" and "it clips gradients in fp64",
         "model.load_in_4bit": config.model.load_in_4bit and "bitsandbytes needs CUDA",
         "federation.engine.name=ray": config.federation.engine.name == "ray" and "Ray assigns CUDA's GPUs",
