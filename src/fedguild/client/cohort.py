@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -107,12 +108,14 @@ class Cohort:
         on_step: Callable[[int, int, float], None] | None = None,
         keep_trained: bool = False,
         private: Sequence[DpSgd] | None = None,
+        noise_seed: int | None = None,
     ) -> None:
         self.model = model
         self.work = tuple(work)
         self.settings = settings
         self.round = round_index
         self.seed = seed
+        self._noise_seed = seed if noise_seed is None else noise_seed
         self.pad_id = pad_id
         self.optimizer = SlotOptimizer(model.trainables, settings)
         self.reports = [LocalReport() for _ in work]
@@ -129,6 +132,14 @@ class Cohort:
     def clients(self) -> tuple[ClientInfo, ...]:
         """The clients, in slot order."""
         return tuple(part.client for part in self.work)
+
+    def noise_rng(self, slot: int, purpose: str) -> np.random.Generator:
+        """Returns where a client's noise is drawn from, which protects its data.
+
+        On the client's own machine it is a secret of that machine, new for every training: from the run's seed, which
+        the server knows, the server could reproduce the noise.
+        """
+        return numpy_rng(self._noise_seed, purpose, self.round, self.clients[slot].index)
 
     def load(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         """Sets a client's trainables."""
@@ -209,6 +220,7 @@ class Cohort:
                 self.settings,
                 round_index=self.round,
                 seed=self.seed,
+                noise_seed=self._noise_seed,
                 pad_id=self.pad_id,
                 on_step=self._on_step,
                 keep_trained=self.keep_trained,

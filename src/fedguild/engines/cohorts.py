@@ -77,6 +77,7 @@ class Trainer:
     Attributes:
         on_step: Called after each optimizer step with the cohort's (steps done, total steps, mean loss).
         private: Returns a client's DP-SGD in a round; None to train without.
+        noise_seed: See `Cohort.noise_rng`; None for the run's seed.
     """
 
     backbone: Backbone
@@ -84,6 +85,7 @@ class Trainer:
     seed: int
     on_step: OnStep | None = None
     private: Private | None = None
+    noise_seed: int | None = None
 
     def train(
         self,
@@ -114,6 +116,7 @@ class Trainer:
                 pad_id=self.backbone.tokenizer.pad_token_id if self.backbone.tokenizer is not None else 0,
                 on_step=self.on_step,
                 keep_trained=keep_trained,
+                noise_seed=self.noise_seed,
                 private=None if self.private is None else [self.private(part.client, round_index) for part in work],
             )
             uploads = method.local_update(cohort)

@@ -200,7 +200,7 @@ class TrainerService:
         if session.rules is not None and (answer := _stored_answer(experiment.folder, message)) is not None:
             return answer
         _require_none(self._spent(session, message.run))
-        (delivery,) = self._engine(session).train(method.with_secret(secret), model, [task])
+        (delivery,) = self._engine(session, secret).train(method, model, [task])
         if delivery.upload is None:
             if session.clients is not None:
                 print(f"train, round {message.round}: {delivery.failure}", file=sys.stderr, flush=True)
@@ -240,7 +240,8 @@ class TrainerService:
         self.ledger.add(LEDGER_NAME, f"{run}-{secrets.token_hex(16)}", following)
         return ""
 
-    def _engine(self, session: _Session) -> Engine:
+    def _engine(self, session: _Session, secret: int) -> Engine:
+        session.engine.trainer = replace(session.engine.trainer, noise_seed=secret)
         rules, examples = session.rules, len(self._client_data().train)
         if rules is None:
             return session.engine

@@ -369,15 +369,6 @@ class Method(ABC):
         """Returns the method with other values for some options, or the method itself if there are none."""
         return type(self)(self.settings.model_copy(update=changes)) if changes else self
 
-    def with_secret(self, secret: int) -> Method:
-        """Returns the method for one training on a client's own machine; by default itself.
-
-        Args:
-            secret: The seed of any noise that protects the client's data, different for every training. The server
-                does not know it; from the run's seed, which it knows, it could reproduce the noise.
-        """
-        return self
-
     def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
         """Returns the state before the first round, given the state from `start` and the clients.
 

@@ -54,7 +54,7 @@ from torch import Tensor
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.core.payload import Payload, with_part
-from fedguild.core.seeding import new_seed, numpy_rng, torch_rng
+from fedguild.core.seeding import new_seed, torch_rng
 from fedguild.methods.fedamole.assignment import AssignmentRules, assign_experts, selection_probability
 from fedguild.methods.fedamole.embedding_privacy import privatised
 from fedguild.methods.fedamole.embeddings import Embeddings
@@ -142,10 +142,6 @@ class FedAMoLE(Method):
         not_linear="it assigns experts by every client's embedding",
     )
     settings: FedAMoLESettings
-
-    def __init__(self, settings: FedAMoLESettings, secret: int | None = None) -> None:
-        super().__init__(settings)
-        self._secret = secret
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> FedAMoLE:
         """Returns the method with targets that the model has, and with k^c and E that allow an assignment.
@@ -237,13 +233,8 @@ class FedAMoLE(Method):
         eta, bound = self.settings.privacy_eta, self.settings.privacy_bound
         if eta is None:
             return sent
-        seed = cohort.seed if self._secret is None else self._secret
-        rng = numpy_rng(seed, "embedding noise", cohort.round, cohort.clients[slot].index)
+        rng = cohort.noise_rng(slot, "embedding noise")
         return {name: privatised(value, eta, bound, rng) for name, value in sorted(sent.items())}
-
-    def with_secret(self, secret: int) -> FedAMoLE:
-        """Returns the method with noise drawn from a secret of the client's machine instead of the run's seed."""
-        return FedAMoLE(self.settings, secret)
 
     def terms(self, sent: Upload) -> Terms:
         """Line 7 (Eq. 10 and 12); lines 8 to 10 need each client's embeddings by themselves."""
