@@ -36,7 +36,7 @@ def test_a_round_is_its_steps_and_a_step_its_passes() -> None:
 
 def test_a_method_that_states_no_costs_is_profiled_too(monkeypatch: pytest.MonkeyPatch) -> None:
     stated = profiled("fedit", rank=2)
-    monkeypatch.setattr(METHODS.load("fedit"), "costs", Method.costs)
+    monkeypatch.setattr(METHODS.load("fedit"), "facts", Method.facts)
     silent = profiled("fedit", rank=2)
     assert silent.tiers == stated.tiers
     assert (silent.server.entry.memory, silent.server.entry.time) == ("not stated", "not stated")

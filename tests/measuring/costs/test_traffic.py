@@ -80,7 +80,7 @@ def assert_between(found: Counted, exchange: Exchange) -> None:
 @pytest.mark.parametrize("label", cases_alike_long())
 def test_the_bytes_of_the_profile_are_those_of_a_real_run(label: str, tmp_path: Path) -> None:
     """Part by part, for every client, in the first round and in later ones."""
-    varies = METHODS.load(label.partition(" ")[0]).costs.varies
+    varies = METHODS.load(label.partition(" ")[0]).facts.costs.varies
     for number, (ours, theirs) in enumerate(
         zip(expected(label, tmp_path).rounds, real_rounds(label, tmp_path), strict=True), start=1
     ):
@@ -104,7 +104,7 @@ def test_the_bytes_of_the_profile_are_those_of_a_real_run(label: str, tmp_path: 
     [
         pytest.param(label, marks=pytest.mark.long if " " in label or label in ALIKE else ())
         for label in cases()
-        if METHODS.load(label.partition(" ")[0]).costs.varies != "mean"
+        if METHODS.load(label.partition(" ")[0]).facts.costs.varies != "mean"
     ],
 )
 def test_shapes_alone_give_the_same_bytes(label: str, tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_trainable_counts_are_the_models(label: str, tmp_path: Path) -> None:
     [
         pytest.param(label, marks=pytest.mark.long if " " in label or label in ALIKE else ())
         for label in cases()
-        if METHODS.load(label.partition(" ")[0]).costs.varies == "no"
+        if METHODS.load(label.partition(" ")[0]).facts.costs.varies == "no"
     ],
 )
 def test_payloads_keep_their_form_from_the_round_that_the_entry_names(label: str, tmp_path: Path) -> None:
