@@ -31,4 +31,4 @@ def through(
     unused: Any = None
     rejected = Rejected()
     setup = RoundSetup(method, unused, unused, FederationSettings(), 0, filters)
-    return filtered(uploads, Passage(setup, Outcome(3, state, []), state, wanted, rejected, bounded)), rejected
+    return filtered(Passage(setup, Outcome(3, state, []), state, wanted, rejected, bounded))(uploads), rejected

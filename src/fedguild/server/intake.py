@@ -6,7 +6,7 @@ or unexpected one is left out and recorded, and too few valid uploads are an err
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from dataclasses import replace
 from math import isfinite
 
@@ -20,7 +20,7 @@ from fedguild.server.divergence import require_finite_uploads
 from fedguild.server.engine import Delivery, Task, Wait
 from fedguild.server.guard import LARGEST_TRAINED, LARGEST_VALUE, largest_value
 from fedguild.server.optimizer import without_momentum
-from fedguild.server.round import Outcome, Passage, RoundSetup, Stray, filtered
+from fedguild.server.round import Onward, Outcome, Passage, RoundSetup, Stray, filtered
 from fedguild.server.sampling import require_quorum
 from fedguild.server.terms import Upload
 from fedguild.server.validation import check_size, check_upload, unusable
@@ -101,15 +101,15 @@ class Intake:
         if self.diagnosis is not None:
             self.diagnosis.forget(upload)
 
-    def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Returns the method's next state, of the uploads as the filters pass them on."""
-        if not self.setup.filters:
-            return self.method.aggregate(state, uploads)
+    def onward(self, state: Payload) -> Onward:
+        """Returns the uploads' way through the filters to the method's next state."""
         schemas = [
-            self.method.schema(self.model, task.client, task.download, task.round) for task in self.tasks.values()
+            self.method.schema(self.model, task.client, task.download, task.round)
+            for task in self.tasks.values()
+            if self.setup.filters
         ]
         bounded = {name for schema in schemas for name, tensor in schema.tensors.items() if tensor.bound is not None}
-        return filtered(uploads, Passage(self.setup, self.outcome, state, self.wanted, self.withdraw, bounded))
+        return filtered(Passage(self.setup, self.outcome, state, self.wanted, self.withdraw, bounded))
 
     def close(self) -> None:
         """Completes the outcome: every client that was asked is accepted, rejected or not needed.

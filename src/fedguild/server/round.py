@@ -166,11 +166,11 @@ class Passage:
     bounded: Collection[str] = ()
 
 
-def filtered(uploads: Iterable[Upload], passage: Passage) -> Payload:
-    """Returns the method's next state, of a round's uploads as the filters of its run pass them on."""
+def filtered(passage: Passage) -> Onward:
+    """Returns the way of a round's uploads through the filters of its run to the method's next state."""
 
     def before(onward: Onward, filter: Filter) -> Onward:
         return lambda uploads: filter(uploads, passage, onward)
 
     aggregate: Onward = partial(passage.setup.method.aggregate, passage.state)
-    return reduce(before, reversed(passage.setup.filters), aggregate)(uploads)
+    return reduce(before, reversed(passage.setup.filters), aggregate)

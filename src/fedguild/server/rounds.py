@@ -54,7 +54,7 @@ def run_round(
     intake = Intake(setup, outcome, tasks, wanted, accepted_before)
     with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:
         # aggregate
-        after = intake.aggregate(own, uploads)
+        after = intake.onward(own)(uploads)
         outcome.state = server_step(state, after, step=rules.server_step, momentum=rules.server_momentum)
     # record
     intake.close()
