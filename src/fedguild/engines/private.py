@@ -47,40 +47,31 @@ class PrivateAnswers:
         """Returns an upload as it may leave the client.
 
         Raises:
-            UploadError: it has a tensor that the client did not receive, a part besides the adapter where the client
-                adds no noise to changes, or scalars other than those that follow from the download.
+            UploadError: it has a tensor that the client did not receive, a part besides the adapter, or scalars other
+                than those that follow from the download.
         """
         expected = method.schema(model, task.client, task.download, task.round).scalars
         if upload.scalars.keys() != expected.keys() or any(
             value != upload.scalars[name] for name, value in expected.items() if not isinstance(value, type)
         ):
             raise UploadError("its upload has scalars that do not follow from what it received")
-        settings = self.rules.settings
-        if settings.unit == "client" and settings.trust_model == "local":
-            return self._noised(task, upload)
         beside = sorted(name for name in upload.tensors if not name.startswith(f"{ADAPTER}/"))
         if beside:
             raise UploadError(f"its upload would release '{beside[0]}', which no privacy noise covers")
-        return upload
+        settings = self.rules.settings
+        return self._noised(task, upload) if settings.unit == "client" and settings.trust_model == "local" else upload
 
     def _noised(self, task: Task, upload: Payload) -> Payload:
-        """Returns an upload with one noise on the change of all its tensors, the adapter or not, clipped together.
+        """Returns an upload with noise on the clipped change of its adapter.
 
         Raises:
             UploadError: it has a tensor that the client did not receive.
         """
-        received = task.download.tensors
-        beside = {name: tensor for name, tensor in upload.tensors.items() if not name.startswith(f"{ADAPTER}/")}
-        for name, tensor in beside.items():
-            if name not in received or received[name].shape != tensor.shape:
-                raise UploadError(f"its upload would release '{name}', which no privacy noise covers")
-        change = change_of(upload.without(*beside), task.download)
-        change |= {name: tensor.double() - received[name].double() for name, tensor in beside.items()}
+        received, change = task.download.part(ADAPTER), change_of(upload, task.download)
         sigma, clip = self.rules.noise_multiplier(self.examples(task.client.index)), self.rules.settings.clip
         noisy = with_noise(clipped(change, clip), sigma * clip, self.noise(task))
-        whole = {name if name in beside else f"{ADAPTER}/{name}": value for name, value in noisy.items()}
-        noised = {name: (received[name].double() + value).to(received[name].dtype) for name, value in whole.items()}
-        return Payload(noised, upload.scalars)
+        noised = {name: (received[name].double() + value).to(received[name].dtype) for name, value in noisy.items()}
+        return Payload.of({ADAPTER: noised}, upload.scalars)
 
     def _silent(self, delivery: Delivery) -> Delivery:
         """Returns a delivery without the figures of the training, which depend on the data."""

@@ -12,7 +12,7 @@ from math import isfinite
 
 from fedguild.core.accounting import count_traffic, size_bytes
 from fedguild.core.codec import shrunk_shapes
-from fedguild.core.errors import NotFiniteError, UploadError
+from fedguild.core.errors import FedGuildError, NotFiniteError, UploadError
 from fedguild.core.payload import Payload
 from fedguild.core.text import printable
 from fedguild.server.diagnosis import Diagnosis
@@ -232,7 +232,7 @@ class Intake:
         task = self.tasks[delivery.task.client.index]
         try:
             self._count(task, None if delivery.kept else delivery.upload)
-        except Exception as error:
+        except (FedGuildError, TypeError, ValueError) as error:  # its names, scalars or dtypes
             self._count(task, None)
             return replace(delivery, upload=None, failure=unusable(error))
         return delivery
@@ -250,7 +250,7 @@ class Intake:
     def _stray(self, delivery: Delivery, dropped: str) -> None:
         try:
             size = 0 if delivery.upload is None else self._size_bytes(delivery.upload)
-        except Exception as error:
+        except (FedGuildError, TypeError, ValueError) as error:  # its names, scalars or dtypes
             size, dropped = 0, unusable(error)
         self.outcome.strays.append(Stray(delivery.task.round, delivery.task.client.index, size, printable(dropped)))
 

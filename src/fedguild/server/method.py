@@ -349,10 +349,9 @@ class Method(ABC):
         """Returns why the method cannot run with differential privacy of a unit; empty if it can.
 
         A method can run with the unit `example` if it trains by `fedguild.client.training.train` alone and once a
-        round, and with `client` if its uploads are the adapters that its clients received, after a training; with noise
-        that clients add themselves, any tensor that they received by the same name is covered, too. In no case may an
-        upload hold anything else that was computed from data. By default `facts.not_private` says it, and a method that
-        declares nothing is refused.
+        round, and with `client` if its uploads are the adapters that its clients received, after a training. In no case
+        may an upload hold anything else that was computed from data. By default `facts.not_private` says it, and a
+        method that declares nothing is refused.
 
         Args:
             unit: What is protected: a client's whole data, or one training example.
