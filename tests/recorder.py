@@ -50,7 +50,11 @@ if TYPE_CHECKING:
 Facts = dict[str, str]
 """`round/what/who/name` -> a digest, or a value as JSON."""
 
-RENAMED: dict[str, str] = {}
+RENAMED: dict[str, str] = {
+    "state/merge_holders$": "state/server/merge_holders",
+    "state/rescaler/([^/]+)/": r"state/budget/\1/rescaler/",
+    "state/figures/([^/]+)/(idle|ratio)$": r"state/server/figures/\1/figures/\2",
+}
 """Regular expression for the beginning of `what/name` in the old recording -> its replacement, for names that changed
 on purpose, for example `{"state/pool/": "state/experts/"}`.
 """
