@@ -14,8 +14,8 @@ PROGRAM = """
 import psutil, resource, torch
 from fedguild.model.heap import give_back_freed_pages, keep_freed_pages
 print(is_kept := keep_freed_pages())
-for turn in range(16):
-    if turn == 8:
+for turn in range(24):
+    if turn == 16:  # the places of blocks have settled by then
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(16 << 20)
 print((resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize() / 8 / (64 << 20))

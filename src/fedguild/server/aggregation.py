@@ -180,17 +180,6 @@ def activation_weights(frequency: Mapping[str, Tensor], examples: float, tempera
     return {experts: share.double().clamp(0, 1).pow(temperature) * examples for experts, share in frequency.items()}
 
 
-def weights_by_name(names: Iterable[str], experts: Mapping[str, Tensor], otherwise: float) -> dict[str, Weight]:
-    """Returns the weight of every trainable: its layer's [M] where it belongs to experts, else `otherwise`.
-
-    Args:
-        names: Trainables, for example `….experts.up_proj.lora_A` and `….q_proj.lora_A`.
-        experts: Path of a layer's experts (`….experts`) -> [M] weight of each.
-        otherwise: Weight of all other trainables.
-    """
-    return {name: experts.get(name.rsplit(".", 2)[0], otherwise) for name in names}
-
-
 def _over_leading(name: str, tensor: Tensor, weight: Weight) -> tuple[Tensor, float]:
     """Returns the weight in fp64, with as many dimensions as the tensor to broadcast over, and its smallest value."""
     values = torch.as_tensor(weight, dtype=torch.float64, device=tensor.device).detach()

@@ -159,9 +159,6 @@ class NotPrivate:
     example: str = ""
 
 
-NOTHING = Payload()
-
-
 @dataclass(frozen=True)
 class Facts:
     """What holds of a method whatever its options.
@@ -309,7 +306,13 @@ class Method(ABC):
         By default all of it but `server/…`, which never leaves the server, and what `budget/NAME/…` and
         `client/INDEX/…` hold for other budgets and clients.
         """
-        return visible(state, client)
+        theirs = {"budget": client.budget.name, "client": str(client.index)}
+
+        def is_hidden(name: str) -> bool:
+            part, _, rest = name.partition("/")
+            return part == "server" or (part in theirs and rest.partition("/")[0] != theirs[part])
+
+        return state.without(*filter(is_hidden, state.tensors))
 
     # The resulting models
 
@@ -381,17 +384,6 @@ class Method(ABC):
         return ()
 
 
-def visible(state: Payload, client: ClientInfo) -> Payload:
-    """Returns a state without what is reserved for the server, for other budgets and for other clients."""
-    theirs = {"budget": client.budget.name, "client": str(client.index)}
-
-    def is_hidden(name: str) -> bool:
-        part, _, rest = name.partition("/")
-        return part == "server" or (part in theirs and rest.partition("/")[0] != theirs[part])
-
-    return state.without(*filter(is_hidden, state.tensors))
-
-
 def client_model(
     method: Method,
     excerpt: Payload,
@@ -399,7 +391,7 @@ def client_model(
     client: ClientInfo,
     kept: Payload,
     protocol: Literal["client", "trained", "received"] = "client",
-    left: Payload = NOTHING,
+    left: Payload | None = None,
 ) -> Deployment:
     """Returns a client's own model after a round.
 
@@ -411,10 +403,10 @@ def client_model(
         kept: What it kept when it last took part; empty if it never did.
         protocol: `client` for the model that it uses; `trained` for the one that its own training left, before any
             average; `received` for the one with which it would begin its next round.
-        left: What its training left, with the version of the backbone that it trained on; empty if it left nothing.
+        left: What its training left, with the version of the backbone that it trained on; empty or None for nothing.
     """
     own, plan = Own(kept, begins=protocol == "received"), method.plan(model, client.budget)
-    if protocol == "trained" and left.tensors:
+    if protocol == "trained" and left is not None and left.tensors:
         if left.tensors.keys() == adapter_shapes(model, plan).keys():
             return Deployment(plan, left.tensors, up_to(excerpt.part(MERGE), merge_version(left)))
         own = Own(kept, left)
