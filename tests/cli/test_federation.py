@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from fedguild.cli.app import app
 from fedguild.config import load_config
+from fedguild.federation.audit import AuditLog
 from fedguild.federation.operations import Status
 from fedguild.federation.site import load_server, load_site
 
@@ -168,3 +169,48 @@ def test_the_gateway_takes_its_settings(guild: Path, monkeypatch: pytest.MonkeyP
         "connections_per_address": None if limit is None else 5,
     }
     assert (app._quota is None) == (limit is None)
+
+
+def test_init_with_data_of_their_own(tmp_path: Path) -> None:
+    status, _ = call("init", str(tmp_path / "g"), "--own-data", "data.dataset=alpaca", "data.train=own.json")
+    assert status == 0
+    site = load_site(tmp_path / "g" / "client-002")
+    assert (site.data.shares, site.data.train) == (1, "own.json")
+    assert not load_server(tmp_path / "g" / "server").server_evaluation
+
+
+def test_settings_lists_both_files() -> None:
+    _, output = call("settings")
+    assert "accept.min_clients" in output
+    assert "wait_seconds" in output
+
+
+def test_audit_checks_the_chain_and_shows_the_log(guild: Path) -> None:
+    path = guild / "server" / load_server(guild / "server").state
+    log = AuditLog(path)
+    log.append("joined", client=1, node=7)
+    log.append("revoked", client=1)
+    status, output = call("audit", str(guild / "server"))
+    assert status == 0
+    assert "joined: client 1, node 7" in output
+    assert "2 entries; none was changed, moved or removed before the last." in output
+    assert [entry["event"] for entry in json.loads(call("audit", str(guild / "server"), "--json")[1])] == [
+        "joined",
+        "revoked",
+    ]
+    (file,) = path.glob("audit*")
+    file.write_text(file.read_text().replace('"node":7', '"node":8').replace('"node": 7', '"node": 8'))
+    assert call("audit", str(guild / "server"))[0] == 2
+    file.unlink()
+
+
+def test_stop_and_revoke_are_passed_on(guild: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = guild / "server"
+    monkeypatch.setattr("fedguild.federation.operations.stop_federation", lambda folder, echo: echo(f"{folder} ends"))
+    monkeypatch.setattr("fedguild.federation.operations.revoke", lambda folder, client: f"{client} is out")
+    for words, said in (
+        (["stop", str(server)], f"{server} ends"),
+        (["revoke", str(server), "client-001"], "client-001 is out"),
+    ):
+        status, output = call(*words)
+        assert (status, set(output.splitlines())) == (0, {said})

@@ -242,3 +242,49 @@ def test_partition_as_json_and_plot(invoke: Invoke, prepared: None) -> None:
     }
     assert Path("p.svg").read_text().startswith("<svg")
     assert "does not end in .svg" in invoke("partition", "flame/tiny-tasks", "--plot", "p.pdf").stderr
+
+
+def test_an_unknown_method_lists_the_known(invoke: Invoke) -> None:
+    result = invoke("methods", "flam")
+    assert result.exit_code == 2
+    assert "Did you mean 'flame'?" in result.stderr
+
+
+def test_doctor_names_kernels_that_fail_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_bf16_supported", lambda: True)
+    monkeypatch.setattr(kernels, "chosen", lambda setting, kind: frozenset(kernels.KERNELS))
+    monkeypatch.setattr("fedguild.model.kernels.fused.faults", lambda *given: {})
+    assert doctor._kernels().verdict == "ok"
+    monkeypatch.setattr("fedguild.model.kernels.fused.faults", lambda *given: {"OlmoeMLP": "no sm_90"})
+    found = doctor._kernels()
+    assert (found.verdict, found.consequence) == ("problem", "plain torch computes in their place: OlmoeMLP: no sm_90")
+
+
+@pytest.mark.parametrize(("kept", "verdict"), [(True, "ok"), (False, "missing")])
+def test_doctor_says_whether_freed_pages_are_kept(kept: bool, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(doctor, "keep_freed_pages", lambda: kept)
+    _, pages = doctor._device()
+    assert (pages.subject, pages.verdict) == ("freed pages", verdict)
+    assert bool(pages.consequence) is not kept
+
+
+@pytest.mark.parametrize(
+    ("setting", "verdict", "found"),
+    [
+        ("auto", "ok", "low-rank, grouped, optimizer, norm, rotary, swiglu"),
+        ("optimizer,dropout", "missing", "optimizer"),
+        ("optimiser", "problem", "optimiser"),
+    ],
+)
+def test_doctor_lists_the_kernels_of_a_cpu(
+    setting: str, verdict: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv(kernels.VARIABLE, setting)
+    kernels.chosen.cache_clear()
+    line = doctor._kernels()
+    kernels.chosen.cache_clear()
+    assert (line.verdict, line.found) == (verdict, found)
+    assert ("FEDGUILD_KERNELS" in line.consequence) is (verdict != "ok")

@@ -245,3 +245,34 @@ def test_progress_on_a_terminal_leaves_only_the_scores() -> None:
     first, second = [line for line in screen.getvalue().splitlines() if line.strip()][:2]
     assert first.startswith("round 2/6    b1 0.610  b4 0.400")
     assert second == "client 3 was rejected"
+
+
+def test_run_json_is_json_and_nothing_else(invoke: Invoke, experiment: FakeExperiment) -> None:
+    result = invoke("run", "flame/tiny-tasks", "--json")
+    shown = json.loads(result.stdout)
+    assert shown["folder"] == "runs/flame-tiny-tasks"
+    assert shown["method"] == "flame"
+    assert [row["budget"]["name"] for row in shown["rows"]] == ["b1", "b2", "b3", "b4"]
+
+
+def test_resume_prints_the_table_too(invoke: Invoke, experiment: FakeExperiment) -> None:
+    invoke("run", "flame/tiny-tasks")
+    result = invoke("resume", "runs/flame-tiny-tasks")
+    assert experiment.calls[-1] == ("resume", Path("runs/flame-tiny-tasks"))
+    assert "b4" in result.stdout
+
+
+def test_evaluate_where_every_client_has_a_model_of_its_own(invoke: Invoke, experiment: FakeExperiment) -> None:
+    lines = [line.split() for line in invoke("evaluate", "runs/personal").stdout.splitlines()]
+    assert lines == [
+        ["client", "own", "model", "as", "received", "all", "data"],
+        ["client-000", "0.750", "0.250", "0.500"],
+        ["client-001", "0.500", "0.000", "0.500"],
+        ["mean", "0.625", "0.125", "0.500"],
+        ["deviation", "0.177", "–", "0.000"],
+    ]
+    shown = json.loads(invoke("evaluate", "runs/personal", "--json").stdout)
+    assert shown["scores"] == {}
+    assert shown["received"] == {"client-000": 0.25, "client-001": 0.0}
+    assert shown["summaries"] == {"mtal": 0.625, "received": 0.125, "pooled": 0.5}
+    assert shown["deviations"] == {"mtal": 0.177, "pooled": 0.0}

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
-from fedguild.core.errors import DivergedError
+from fedguild.core.errors import ConfigError, DivergedError
 from fedguild.core.layout import CHECKPOINTS
 from fedguild.core.payload import Payload
 from fedguild.measuring.log.records import EvaluationRecord, RunLog, TrafficRecord
 from fedguild.model.plan import AdapterPlan
 from fedguild.runs import experiment
+from fedguild.runs.byte_budget import ByteBudget
 from fedguild.runs.results import divergence, load_run
 from fedguild.server import checkpoint
 from fedguild.server.divergence import require_learning
@@ -150,3 +151,20 @@ def test_a_rate_that_anneals_to_nothing_leaves_the_last_round_without_effect(olm
 
     assert moved(before, first) > 1e-4
     assert moved(first, last) < 1e-6
+
+
+def test_a_limit_below_the_first_round_is_refused(olmoe_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="The run cannot begin: round 1 could move") as caught:
+        experiment.run(small_config(olmoe_folder, "federation.byte_limit=1000"), tmp_path / "out")
+    assert "federation.wire_dtype=bf16" in caught.value.hint
+
+
+def test_further_attempts_stay_within_the_limit() -> None:
+    others = [ClientInfo(index, ONE.budget, 4) for index in range(3)]
+    budget = ByteBudget(100, spent_bytes=10, planned={0: 20, 1: 30, 2: 10})
+    budget._granted_bytes = budget.round_bytes
+    assert not budget.refusal(1)
+    assert [one.index for one in budget.again(others)] == [0, 2]
+    assert budget.again(others) == []
+    assert budget.record(1, 60).total_bytes == 70
+    assert budget.refusal(2)

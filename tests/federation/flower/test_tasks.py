@@ -167,3 +167,18 @@ def test_a_task_that_is_not_worked_on_is_ended_with_the_reason(node: Node) -> No
     source.fail(task, "for no reason")
     (found,) = node.state.get_tasks()
     assert (found.status.sub_status, found.status.details) == ("failed", "for no reason")
+
+
+def test_nothing_answers(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"s" * 32)
+    source = TaskSource(f"127.0.0.1:{free_ports(1)[0]}", tmp_path / "secret")
+    assert source.take(CLIENT_APP) is None
+
+
+def test_tasks_come_one_after_another(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "POLL_SECONDS", 0.0)
+    node.receive()
+    tasks_of = TaskSource(node.address, node.secret).forever(CLIENT_APP)
+    first, second = next(tasks_of), next(tasks_of)
+    assert first is not None
+    assert second is None

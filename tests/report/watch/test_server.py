@@ -256,3 +256,18 @@ def test_a_port_that_is_taken_is_named(server: WatchServer, tmp_path: Path) -> N
 
 def test_it_listens_on_loopback_alone(server: WatchServer) -> None:
     assert server.server_address[0] == "127.0.0.1"
+
+
+def test_head_is_get_without_the_content(server: WatchServer) -> None:
+    status, headers, content = ask(server, method="HEAD")
+    assert (status, content) == (200, b"")
+    assert int(headers["Content-Length"]) == len(ask(server)[2])
+    assert ask(server, "events", method="HEAD")[::2] == (200, b"")
+
+
+def test_open_pages_are_limited(server: WatchServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "STREAMS", 1)
+    stream = Stream(server)
+    stream.next()
+    assert ask(server, "events")[0] == 503
+    stream.close()
