@@ -8,10 +8,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from typer.testing import Result
 
 from fedguild.cli import doctor
-from fedguild.config import axes, presets, tables
+from fedguild.config import Config, axes, load_config, presets, tables
 from fedguild.data import ClientData, Corpus, Example, PartitionTable
 from fedguild.methods import METHODS
 from fedguild.model import kernels
@@ -288,3 +289,16 @@ def test_doctor_lists_the_kernels_of_a_cpu(
     kernels.chosen.cache_clear()
     assert (line.verdict, line.found) == (verdict, found)
     assert ("FEDGUILD_KERNELS" in line.consequence) is (verdict != "ok")
+
+
+def test_a_preset_written_out_is_the_same_config(invoke: Invoke) -> None:
+    shown = invoke("presets", "flame/tiny-tasks", "seed=5")
+    assert Config.model_validate(yaml.safe_load(shown.stdout)) == load_config("flame/tiny-tasks", ["seed=5"])
+    as_json = json.loads(invoke("presets", "flame/tiny-tasks", "seed=5", "--json").stdout)
+    assert as_json["seed"] == 5
+
+
+def test_settings_are_listed_with_their_ranges(invoke: Invoke) -> None:
+    listed = {entry["key"]: entry for entry in json.loads(invoke("presets", "--settings", "--json").stdout)}
+    assert listed["training.learning_rate"]["accepts"] == "number > 0"
+    assert "training.learning_rate" in invoke("presets", "--settings").stdout

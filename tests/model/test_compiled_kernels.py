@@ -58,6 +58,7 @@ def assert_runs(found: dict[str, Any], capability: int) -> None:
     assert found["tensor_cores"] == (half and capability >= 80)
 
 
+@pytest.mark.long
 def test_the_low_rank_products_compile_for_an_h200():
     for found in compiled(90, *SHORT).values():
         assert_runs(found, 90)

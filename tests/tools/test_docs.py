@@ -268,7 +268,8 @@ LONGER = {
 }
 
 
-@pytest.mark.parametrize(("jobs", "discard"), [pytest.param(100, False, marks=pytest.mark.long), (1, True)])
+@pytest.mark.long
+@pytest.mark.parametrize(("jobs", "discard"), [(100, False), (1, True)])
 def test_a_column_may_be_read_from_the_runs_of_a_longer_one(tmp_path, monkeypatch, jobs, discard):
     """One run of 16 rounds is recorded three times, with the scores and costs of its first 4, 8 and all rounds."""
     monkeypatch.setattr(recording, "ROOT", tmp_path)
@@ -326,9 +327,8 @@ def test_a_column_is_not_read_from_runs_that_are_no_continuation(settings: dict[
         recording.Plan("guild/steps-english", LONGER | settings).cells()
 
 
-@pytest.mark.parametrize(
-    "preset", ["guild", *[pytest.param(one, marks=pytest.mark.long) for one in ("flame", "fedamole")]]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("preset", ["guild", "flame", "fedamole"])
 def test_a_run_is_the_beginning_of_a_longer_one(preset: str, tmp_path: Path) -> None:
     """What a record has of two rounds is the same, to the last bit, when three rounds were run; but for its seconds."""
     small = ["federation.clients=4", "training.steps=2", "evaluation.max_examples=3", "evaluation.perplexity=true"]
