@@ -65,7 +65,6 @@ SPREAD = frozenset(
 UNTRACED = frozenset(
     f"tests/{file}.py"
     for file in (
-        "client/test_cohort",
         "client/test_synchronisations",
         "client/test_without_fp64",
         "config/test_table",
