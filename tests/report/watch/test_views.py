@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from fedguild.federation.site import server_state
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.measuring.log.index import is_run
-from fedguild.measuring.log.records import PrivacyRecord, RoundRecord, RunLog
+from fedguild.measuring.log.records import PrivacyRecord, RoundRecord, RunLog, StrayUpload
 from fedguild.report.watch.board import Board
 from fedguild.report.watch.federation_view import FederationView
 from fedguild.report.watch.following import Follower
@@ -227,3 +228,51 @@ def test_a_reader_gets_what_changed_and_everything_after_a_new_beginning() -> No
         "reset": True,
         "parts": {},
     }
+
+
+def test_late_uploads_are_listed(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", rounds=1, clients=2)
+    strays = [StrayUpload(round=1, client=1, upload_bytes=9, dropped="it is 1 round(s) late")]
+    RunLog(folder).append(RoundRecord(round=2, seconds=1.0, participants=[0, 1], strays=strays))
+    parts = parts_of(view(folder))
+    assert parts["rounds"]["2"]["late"] == 1
+    assert parts["rejections"]["1"]["reason"] == "an upload of round 1 was dropped: it is 1 round(s) late"
+
+
+def test_a_run_of_before_there_were_events_is_finished(tmp_path: Path) -> None:
+    assert parts_of(view(write_run(tmp_path / "run")))["page"]["standing"]["word"] == "finished"
+
+
+def test_damaged_lines_are_passed_over(tmp_path: Path) -> None:
+    folder = live_run(tmp_path / "run")
+    with open(folder / RunLog.FILE, "ab") as file:
+        file.write(b'{"kind":"round","round":\n{"kind":"client"}\n{"kind":"round","round":"x","seconds":"NaN"}\n\xff\n')
+    with open(folder / ActivityLog.FILE, "ab") as file:
+        file.write(b'{"event": "round"}\nnot json\n[1]\n{"event": "asked", "time": 1, "clients": 3}\n')
+    one_more_round(folder, 7)
+    assert parts_of(view(folder))["page"]["totals"]["round"] == 7
+
+
+def test_a_resumed_run_forgets_how_it_ended(tmp_path: Path) -> None:
+    folder = live_run(tmp_path / "run")
+    ActivityLog(folder).append("failed", reason="disk full")
+    hold(folder)
+    ActivityLog(folder).append("begun", pid=os.getpid())
+    parts = parts_of(view(folder))
+    assert parts["page"]["standing"]["word"] == "running"
+    assert {row["state"] for row in parts["clients"].values()} == {"idle"}
+
+
+def test_a_client_that_takes_far_longer_than_the_others_is_late(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", rounds=1, clients=4)
+    hold(folder)
+    log = ActivityLog(folder)
+    log.append("round", round=2, rounds=3)
+    log.append("asked", round=2, attempt=0, clients=[0, 1, 2, 3])
+    for client in range(4):
+        log.append("sent", client=f"client-{client:03d}", kind="train", round=2)
+    for client in range(3):
+        log.append("answered", client=f"client-{client:03d}", kind="train", failure="")
+    now = json.loads((folder / ActivityLog.FILE).read_text().splitlines()[-1])["time"]
+    assert parts_of(RunView(folder, Board(), now=lambda: now + 0.5))["clients"]["3"]["state"] == "training"
+    assert parts_of(RunView(folder, Board(), now=lambda: now + 60.0))["clients"]["3"]["state"] == "late"
