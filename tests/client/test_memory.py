@@ -110,3 +110,11 @@ def test_forgetting_again_looks_at_nobody_who_has_nothing_to_forget(tmp_path, mo
     looked_at.clear()
     memory.forget(4)
     assert looked_at == []
+
+
+def test_clients_do_not_see_each_other(tmp_path):
+    memory = ClientMemory(tmp_path)
+    memory.save("client-001", 1, kept(1))
+    memory.save("client-0011", 1, kept(11))
+    assert values(memory, "client-001", range(2, 3)) == [1]
+    assert values(memory, "client-000", range(2, 3)) == [None]

@@ -330,3 +330,10 @@ def test_an_upload_of_somebody_who_was_not_asked_is_dropped(play, method, model,
     ]
     assert absent not in outcome.accepted
     everybody_is_accounted_for(outcome)
+
+
+def test_an_upload_beyond_the_size_limit_is_rejected(play):
+    sizes = [play(Scripted()).traffic[index].upload_bytes for index in range(6)]
+    assert play(Scripted(), upload_limit_bytes=max(sizes)).rejected == {}
+    with pytest.raises(QuorumError, match=f"the upload has {sizes[0]} bytes, beyond the limit of {sizes[0] - 1}"):
+        play(Scripted(), upload_limit_bytes=sizes[0] - 1)

@@ -146,3 +146,10 @@ def test_a_long_runs_history_has_a_bound_and_all_clients_the_same_bits(tmp_path,
     loaded = checkpoint.load(tmp_path / "server", 60, fingerprint="run").state
     assert all(torch.equal(loaded.tensors[name], value) for name, value in state.tensors.items())
     assert checkpoint.load(tmp_path / "server", 59, fingerprint="run").state.scalars[VERSION] == 59
+
+
+def test_the_rest_of_a_state_is_left_to_the_method() -> None:
+    state = Payload({**no_merges().tensors, "adapter/x": torch.ones(1)}, {**no_merges().scalars, "mine": 3})
+    after = appended(state, change(1.0), uploads(state, 0))
+    assert all(name.startswith((MERGE, f"server/{MERGE}")) for name in [*after.tensors, *after.scalars])
+    assert isinstance(after.tensors[f"{MERGE}/1/q.lora_A"], Tensor)

@@ -14,6 +14,7 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import LocalReport
 from fedguild.config.federation import FederationSettings
 from fedguild.core.codec import encode
+from fedguild.core.errors import QuorumError
 from fedguild.core.payload import Payload
 from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT
@@ -225,3 +226,14 @@ def test_the_phases_add_up_to_the_round(method, state, model, monkeypatch):
     outcome = play(Thorough(method.settings), state, model, Slow({2: with_nan}))
     assert outcome.phase_seconds == {"download": 4.0, "train": 40.0, "validate": 1.0, "aggregate": 2.0 + 3 * 3}
     assert sum(outcome.phase_seconds.values()) == hands.now
+
+
+def test_below_the_quorum_the_round_fails_and_the_state_is_as_it_was(method, state, model):
+    before = {name: tensor.clone() for name, tensor in state.tensors.items()}
+    two = {0: with_nan, 3: nothing}
+    assert play(method, state, model, Scripted(two)).rejected.keys() == {0, 3}
+    with pytest.raises(QuorumError, match="1 of 4 clients delivered a valid upload, but the quorum is 2") as caught:
+        play(method, state, model, Scripted({**two, 2: transposed}))
+    assert all(reason in str(caught.value) for reason in ("client-000: ", "NaN", "[16, 2]", f"client-003: {FAILED}"))
+    assert "client-001" not in str(caught.value)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors.items())
