@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedguild.core.errors import ConfigError, ModelError
 from fedguild.data.batches import Seq2Seq, SlotBatch, padded
 from fedguild.model.adapters.dropout import Dropout
-from fedguild.model.adapters.part import AdapterPart
+from fedguild.model.adapters.part import AdapterPart, OutputHook
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.backbone import Backbone
 from fedguild.model.chunked_loss import chunk_rows, chunked_losses
@@ -123,6 +123,15 @@ class SlotModel:
             yield
         finally:
             self._active = before
+
+    def change_output(self, module: nn.Module, hook: OutputHook) -> None:
+        """Calls a hook after a module of the backbone, in the slots' own passes, until `close`."""
+
+        def called(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+            current = self.backbone.runtime.current
+            return output if current is None else hook(current, args, output)
+
+        self.on_close(module.register_forward_hook(called).remove)
 
     def on_close(self, undo: Callable[[], None]) -> None:
         """Registers a function that detaches an adapter from the backbone."""

@@ -6,15 +6,16 @@ gradient is the one that W would have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedguild.model.adapters.lora import in_place
-from fedguild.model.adapters.part import AdapterHost, AdapterPart
+from fedguild.model.adapters.part import AdapterHost, AdapterPart, OutputHook
 from fedguild.model.info import ModelInfo
 from fedguild.model.moe.casts import Casts
+from fedguild.model.runtime import Pass
 from fedguild.model.slot_products import add_slot_rows_in_place, slot_rows
 from fedguild.model.targets import targeted_linears
 
@@ -44,15 +45,13 @@ class FullLinears(AdapterPart):
         """Adds D_c x to the output of every targeted layer."""
         for name in self.shapes(host.backbone.info):
             linear = host.backbone.model.get_submodule(name.removesuffix(".delta"))
-            host.on_close(linear.register_forward_hook(_hook(host, host.running(name))).remove)
+            host.change_output(linear, _hook(host.running(name)))
 
 
-def _hook(host: AdapterHost, stored: Tensor) -> Callable[..., Tensor]:
+def _hook(stored: Tensor) -> OutputHook:
     casts = Casts()
 
-    def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        current = host.backbone.runtime.current
-        assert current is not None
+    def hook(current: Pass, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
         rows = args[0].reshape(-1, args[0].shape[-1])
         change = casts.with_gradient(stored, rows.dtype)
         if in_place(output, rows):

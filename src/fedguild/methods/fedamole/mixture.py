@@ -7,20 +7,20 @@ holds some of a module's pool of experts; row n of its storage is the expert `id
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedguild.core.errors import ConfigError, ModelError
 from fedguild.methods.fedamole.embeddings import Embeddings
 from fedguild.methods.fedamole.kernel import Gating, Stacked, Tokens, balance_loss, mixture_product
 from fedguild.model.adapters.lora import kaiming_uniform
-from fedguild.model.adapters.part import AdapterHost, AdapterPart, Standalone
+from fedguild.model.adapters.part import AdapterHost, AdapterPart, OutputHook, Standalone
 from fedguild.model.adapters.storage import Layout
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import LinearInfo, ModelInfo
@@ -201,7 +201,7 @@ class Mixture:
                 self.assign(slot, dict(part.held))
         for module in self.modules:
             linear = host.backbone.model.get_submodule(module)
-            host.on_close(linear.register_forward_hook(self._hook(module)).remove)
+            host.change_output(linear, self._hook(module))
 
     def assign(self, slot: int, held: Mapping[str, Sequence[int]]) -> None:
         """Assigns experts of the pool to a slot's rows: row n of a module is expert `held[module][n]`.
@@ -250,7 +250,7 @@ class Mixture:
         for module, held in self._held.items():
             gathered.project(module, loaded[f"{module}.router"], loaded[f"{module}.experts.lora_A"], held)
 
-    def _hook(self, module: str) -> Callable[..., Tensor]:
+    def _hook(self, module: str) -> OutputHook:
         stored = {
             name.removeprefix(f"{module}."): trainable.stored
             for name, trainable in self._host.loaded.items()
@@ -259,17 +259,14 @@ class Mixture:
 
         kept = Stacked()
 
-        def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            runtime = self._host.backbone.runtime
-            current = runtime.current
-            assert current is not None
+        def hook(current: Pass, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             hidden = args[0].reshape(-1, args[0].shape[-1])
             dropped = self._host.dropout(hidden, module, current, self._rates)
             tokens = self._tokens_of(current, hidden)
             gating = self._gating(module, current)
             total, p, active = mixture_product(output.flatten(0, -2), hidden, dropped, stored, gating, tokens, kept)
             balance, counts = balance_loss(p, active, gating, tokens)
-            if runtime.counting:
+            if self._host.backbone.runtime.counting:
                 self._note(module, hidden, balance, counts, tokens)
             return total.view_as(output)
 

@@ -6,21 +6,22 @@ FLEx (arXiv 2506.00965). `{block}.graft.source` is the index of the expert in th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedguild.model.adapters.lora import DOWN, UP, ReadyFactors, in_place, kaiming_uniform, through_factors
-from fedguild.model.adapters.part import AdapterHost, AdapterPart
+from fedguild.model.adapters.part import AdapterHost, AdapterPart, OutputHook
 from fedguild.model.adapters.storage import Layout, padded_rank
 from fedguild.model.info import ModelInfo
 from fedguild.model.moe.casts import Casts
 from fedguild.model.moe.experts import FrozenExperts
 from fedguild.model.moe.view import MoeLayer
+from fedguild.model.runtime import Pass
 from fedguild.model.slot_low_rank import add_low_rank
 from fedguild.model.slot_products import slot_rows
 from fedguild.model.targets import leaf
@@ -122,7 +123,7 @@ class Grafts:
         }
         for layer in host.backbone.moe:
             experts = host.backbone.model.get_submodule(layer.info.experts)
-            host.on_close(experts.register_forward_hook(self._hook(layer)).remove)
+            host.change_output(experts, self._hook(layer))
 
     @contextmanager
     def measuring(self) -> Iterator[Mapping[str, Tensor]]:
@@ -141,28 +142,27 @@ class Grafts:
         finally:
             self._losses = None
 
-    def _hook(self, layer: MoeLayer) -> Callable[..., Tensor]:
+    def _hook(self, layer: MoeLayer) -> OutputHook:
         named = {
             name: self._host.running(name) for name in self._host.loaded if name.startswith(f"{layer.info.name}.graft.")
         }
 
-        def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            if self._host.backbone.runtime.current is None:  # plain use of the backbone
-                return output
+        def hook(current: Pass, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             hidden = args[0].reshape(-1, layer.info.hidden)
             if self._losses is not None:
-                self._measure(layer, hidden, output.reshape(hidden.shape))
+                self._measure(current, self._losses[layer.info.name], layer, hidden, output.reshape(hidden.shape))
                 return output
-            grafted, gate = self._grafted(layer, hidden, named)
+            grafted, gate = self._grafted(current, layer, hidden, named)
             kept = output if self._part.combine == "add" else output * (1 - gate).view(*output.shape[:-1], 1)
             return kept + (gate * grafted).view_as(output)
 
         return hook
 
-    def _grafted(self, layer: MoeLayer, hidden: Tensor, named: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _grafted(
+        self, current: Pass, layer: MoeLayer, hidden: Tensor, named: Mapping[str, Tensor]
+    ) -> tuple[Tensor, Tensor]:
         """Returns E_c(x) [N, H] and the gate [N, 1] of the layer's input [N, H]."""
-        current, prefix, own = self._host.backbone.runtime.current, f"{layer.info.name}.graft", layer.frozen()
-        assert current is not None
+        prefix, own = f"{layer.info.name}.graft", layer.frozen()
         rows = current.rows_per_slot
         gate_up, down = self._chosen_weights(layer, own, named[f"{prefix}.source"])
 
@@ -197,13 +197,9 @@ class Grafts:
         return kept[1:]
 
     @torch.no_grad()
-    def _measure(self, layer: MoeLayer, hidden: Tensor, output: Tensor) -> None:
-        """Adds the losses of a pass."""
-        current = self._host.backbone.runtime.current
-        assert current is not None
-        assert self._losses is not None
+    def _measure(self, current: Pass, losses: Tensor, layer: MoeLayer, hidden: Tensor, output: Tensor) -> None:
+        """Adds a layer's losses of a pass to `losses` [S, M]."""
         slot, keep, own = current.slot_of_token(len(hidden), hidden.device), current.keep(len(hidden)), layer.frozen()
-        losses = self._losses[layer.info.name]
         at_once = 1 if hidden.device.type in ONE_BY_ONE else max(1, ELEMENTS // max(1, hidden.numel()))
         for first in range(0, layer.info.num_experts, at_once):
             last = min(first + at_once, layer.info.num_experts)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedguild.core.errors import ConfigError
 from fedguild.data.batches import SlotBatch
@@ -26,6 +26,7 @@ from fedguild.model.adapters.part import AdapterHost, AdapterPart, Standalone
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.on_device import slot_of_rows
+from fedguild.model.runtime import Pass
 from fedguild.model.weight_changes import weight_modules
 
 SECOND = "personal."
@@ -67,7 +68,7 @@ class LogitMixture(AdapterPart):
         mixing = _Mixing(host, self.features)
         host.widen = mixing.widen
         head = host.backbone.model.get_output_embeddings()
-        host.on_close(head.register_forward_hook(mixing.mix).remove)
+        host.change_output(head, mixing.mix)
 
     def standalone(
         self, backbone: Backbone, parts: Sequence[AdapterPart], tensors: Mapping[str, Tensor]
@@ -130,11 +131,8 @@ class _Mixing:
         self._of_targets = self._of_rows[target_rows(batch).to(host.device, non_blocking=True)]
         return doubled(batch)
 
-    def mix(self, _: nn.Module, args: Any, logits: Tensor) -> Tensor:
+    def mix(self, current: Pass, _: Any, logits: Tensor) -> Tensor:
         """Returns [P, V] mixed logits where positions were selected; in generation [2R, .., V], both halves equal."""
-        current = self._host.backbone.runtime.current
-        if current is None:
-            return logits
         if current.select is not None:
             return mixed(self._of_targets, *logits.chunk(2))
         both = mixed(self._of_rows, *logits.chunk(2))

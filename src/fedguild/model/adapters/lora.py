@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedguild.core.errors import ConfigError
-from fedguild.model.adapters.part import AdapterHost, AdapterPart
+from fedguild.model.adapters.part import AdapterHost, AdapterPart, OutputHook
 from fedguild.model.adapters.storage import Layout, padded_rank
 from fedguild.model.info import ModelInfo
 from fedguild.model.moe.casts import Casts
 from fedguild.model.on_device import kept_on_device, on_device
+from fedguild.model.runtime import Pass
 from fedguild.model.slot_low_rank import add_low_rank
 from fedguild.model.slot_products import add_slot_rows_in_place, prefers_kernel, slot_rows
 from fedguild.model.targets import leaf, targeted_shapes
@@ -138,7 +139,7 @@ class LoraHooks:
         for module in self._modules:
             if module not in inside_moe:
                 linear = host.backbone.model.get_submodule(module)
-                host.on_close(linear.register_forward_hook(self._linear_hook(module)).remove)
+                host.change_output(linear, self._linear_hook(module))
 
     def _scale_of_ranks(self, padded: int) -> Tensor:
         """Returns [S, r], LoRA's scale of each slot's ranks; 0 beyond the slot's own, in the padding of the storage."""
@@ -159,14 +160,11 @@ class LoraHooks:
 
         return term
 
-    def _linear_hook(self, module: str) -> Callable[..., Tensor]:
+    def _linear_hook(self, module: str) -> OutputHook:
         ready = ReadyFactors(self._scale, *self._factors(module))
         down, up, *middle = self._factors(module)
 
-        def hook(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            current = self._host.backbone.runtime.current
-            if current is None:  # plain use of the backbone
-                return output
+        def hook(current: Pass, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
             hidden = self._host.dropout(args[0], module, current, self._dropout)
             rows = current.rows_per_slot
             if not in_place(output, hidden):

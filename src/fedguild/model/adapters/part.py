@@ -13,13 +13,17 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedguild.data.batches import SlotBatch
 from fedguild.model.adapters.dropout import Dropout
 from fedguild.model.adapters.storage import Layout, SlotTensor
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
+from fedguild.model.runtime import Pass
+
+OutputHook = Callable[[Pass, tuple[Any, ...], Tensor], Tensor]
+"""From the current pass, a module's arguments and its output, the output that takes its place."""
 
 
 class AdapterHost(Protocol):
@@ -54,8 +58,15 @@ class AdapterHost(Protocol):
         """Gives every slot a second adapter with tensors named `{second}{name}`; neither of the two is trained."""
         ...
 
+    def change_output(self, module: nn.Module, hook: OutputHook) -> None:
+        """Calls a hook after a module of the backbone until the adapters are detached.
+
+        Passes that are not the slots' own leave it out, for example those that examine the plain backbone.
+        """
+        ...
+
     def on_close(self, undo: Callable[[], None]) -> None:
-        """Registers a function that detaches an adapter from the backbone."""
+        """Registers a function that detaches an adapter from the backbone; hooks of `change_output` need none."""
         ...
 
 
@@ -126,7 +137,7 @@ class AdapterPart:
         return 0
 
     def attach(self, host: AdapterHost, parts: Sequence[Any]) -> None:
-        """Hooks the tensors into the backbone; undone by the functions registered with `host.on_close`.
+        """Hooks the tensors into the backbone, with `host.change_output` or an undoing function for `host.on_close`.
 
         Args:
             host: The slots, their storage allocated.

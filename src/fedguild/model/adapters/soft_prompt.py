@@ -15,13 +15,14 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
 
 from fedguild.core.errors import ConfigError
 from fedguild.data.batches import SlotBatch, encode_prompt
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.info import ModelInfo
+from fedguild.model.runtime import Pass
 
 PROMPT = "soft_prompt"
 """Name of the prompt [n, d], which the backbone reads directly."""
@@ -101,18 +102,16 @@ def prepend(host: AdapterHost, tokens: Sequence[int], prompt: Callable[[], Tenso
     if any(other != count for other in tokens):
         raise ConfigError("The clients of a cohort must have soft prompts of the same number of tokens.")
 
-    def fill(_: nn.Module, args: Any, output: Tensor) -> Tensor:
+    def fill(current: Pass, _: Any, output: Tensor) -> Tensor:
         if output.shape[1] <= count:  # one token at a time, during generation
             return output
-        current = host.backbone.runtime.current
-        assert current is not None
         slot = current.slot_of_token(len(output), output.device)
         prompts = prompt().to(output.dtype).index_select(0, slot)
         return torch.cat([prompts, output[:, count:]], dim=1)
 
     host.widen = partial(widened, count=count)
     host.needs_rows = True
-    host.on_close(host.backbone.model.get_input_embeddings().register_forward_hook(fill).remove)
+    host.change_output(host.backbone.model.get_input_embeddings(), fill)
 
 
 def _text_embeddings(host: AdapterHost, text: str, count: int) -> Tensor:
