@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from operator import itemgetter
 
 import torch
@@ -39,7 +38,7 @@ class _Kept:
 
     round: int
     trained: bytes
-    training: str
+    once: Callable[[str, Sequence[int]], None] | None
     form: Form
     terms: Contribution
     disclosed: Mapping[str, Tensor]
@@ -59,8 +58,8 @@ class SecureClients:
         norm_limit: Upper limit of an upload's L2 norm, which each client checks itself; None for no limit.
         least: Fewest clients among whom each of them hides.
         reported: See `SecureAggregation`.
-        once: Called with the digest of a training, `weights` or `values`, and the digest of the clients in the sum to
-            be opened; raises UploadError if the training has been in another sum. None to record nothing.
+        once: Of a round and a download, what is called with `weights` or `values` and the clients in a sum of that
+            training before it is opened, and raises UploadError if it must not be. None to record nothing.
     """
 
     budgets: Sequence[Budget]
@@ -69,7 +68,7 @@ class SecureClients:
     norm_limit: float | None = None
     least: int = FEWEST_CLIENTS
     reported: bool = True
-    once: Callable[[str, str, str], None] | None = None
+    once: Callable[[int, Payload], Callable[[str, Sequence[int]], None]] | None = None
     _kept: dict[int, _Kept] = field(default_factory=dict)
     _sessions: dict[int, ClientSession] = field(default_factory=dict)
     _disclosed: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -99,7 +98,6 @@ class SecureClients:
         report: LocalReport,
         frequency: Tensor | None,
         config: bytes = b"",
-        training: str = "",
     ) -> None:
         """Keeps what a client has trained until it is aggregated, in place of what it kept before.
 
@@ -111,7 +109,6 @@ class SecureClients:
             report: The training's report.
             frequency: [L, M] the experts' activation; None for a dense model.
             config: The run's config as the server sent it.
-            training: Digest of all that the training depends on, for `once`.
 
         Raises:
             UploadError: its values are not finite, too large, or of another form than the server could have summed. The
@@ -134,9 +131,9 @@ class SecureClients:
         if self.reported:
             form, terms = whole_form(form, model), whole_terms(terms, report, frequency)
         clear = {name: tensor for name, tensor in upload.tensors.items() if name.partition("/")[0] in form.disclosed}
-        self._kept[client.index] = _Kept(
-            task.round, trained_from(task.download, form, config, method.facts.told_alike), training, form, terms, clear
-        )
+        trained = trained_from(task.download, form, config, method.facts.told_alike)
+        once = self.once(task.round, task.download) if self.once else None
+        self._kept[client.index] = _Kept(task.round, trained, once, form, terms, clear)
 
     def answer(self, client: int, session: Session, step: Step, request: Payload) -> Payload:
         """Returns a client's answer to a step.
@@ -159,7 +156,7 @@ class SecureClients:
                 self.registered,
                 self.least,
                 kept.trained,
-                None if self.once is None else partial(self.once, kept.training),
+                kept.once,
             )
         part = self._sessions.get(client)
         if part is None or part.session != session:

@@ -61,7 +61,7 @@ class AcceptSettings(Section):
         default=3,
         ge=1,
         description="Maximum number of different requests of one kind in a round of a run; one that is repeated word "
-        "for word, as after an interruption, counts once. null: no limit.",
+        "for word, as after an interruption, counts once. null: no limit. In a secure run one training a round.",
     )
     requests_per_run: int | None = Field(
         default=3000,
@@ -119,10 +119,16 @@ class AcceptSettings(Section):
         le=1,
         description="Smallest `federation.secure_share` of such a run, the share of the clients that have to be left.",
     )
+    secure_difference: int = Field(
+        default=3,
+        ge=1,
+        description="Fewest clients that secure sums of one training may tell apart from the others, over all runs; a "
+        "run that begins again without one client, from the same first adapter, is refused.",
+    )
     repeat_sessions: bool = Field(
         default=False,
-        description="Whether the same training may go into secure sums over different clients, as after "
-        "`resume --round`; who sees two such sums may know the upload of a client that is in one of them only.",
+        description="Whether the same training may go into secure sums over any clients, as after `resume --round`; "
+        "who sees two such sums may know the upload of a client that is in one of them only.",
     )
 
 
@@ -147,7 +153,9 @@ class SiteSettings(Section):
         description="Port on 127.0.0.1 through which the site's own processes communicate.",
     )
     work: str = Field(
-        default="work", description="Folder for the client's memory, its logs and the models that it receives."
+        default="work",
+        description="Folder for the client's memory, its logs and the models that it receives. Keep it from run to "
+        "run: `privacy.jsonl` and `sums.jsonl` in it record what this site has released in all runs.",
     )
     budget: str | None = Field(
         default=None,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from fedguild.client.privacy_rules import PrivacyRules
-from fedguild.core.errors import FedGuildError, UploadError
+from fedguild.core.errors import FedGuildError
 from fedguild.core.files import write_json
 from fedguild.federation.flower.message import Message
 from fedguild.federation.site import AcceptSettings
@@ -73,6 +73,14 @@ class SitePolicy(AcceptSettings):
         if kind == "deliver":
             return "deliveries_per_run", self.deliveries_per_run
         return "requests_per_run", self.requests_per_run
+
+    def most_in_round(self, kind: str, *, secure: bool) -> int | None:
+        """Returns the maximum number of different requests of a kind in a round; one training where uploads are summed.
+
+        Two trainings of a round whose downloads differ by next to nothing give next to the same upload, and two sums
+        of it over different clients their difference.
+        """
+        return 1 if secure and kind == "train" and not self.repeat_sessions else self.requests_per_round
 
     def run_refusal(self, terms: Terms) -> str:
         """Returns why a run is refused; empty if it is not."""
@@ -185,7 +193,7 @@ class RequestLog:
 
     A request that is repeated word for word gets the same answer again, which reveals nothing more if the answer is the
     upload; a server that was interrupted repeats requests. Only different requests count. In a secure run the answer is
-    a part of a sum, and two sums over different clients do reveal more.
+    a part of a sum, and two sums over different clients do reveal more (`fedguild.federation.sum_log`).
 
     Args:
         path: The file, JSON: kind, round, and what distinguishes legitimate requests -> digests of those answered.
@@ -195,12 +203,19 @@ class RequestLog:
         self.path = path
         self._seen: dict[str, list[str]] | None = None
 
-    def refusal(self, message: Message, most: int | None, in_run: tuple[str, int | None] = ("", None)) -> str:
+    def refusal(
+        self,
+        message: Message,
+        most: int | None,
+        in_run: tuple[str, int | None] = ("", None),
+        limit: str = "accept.requests_per_round",
+    ) -> str:
         """Returns why a request exceeds the limits; if it does not, records it and returns an empty text.
 
         Args:
             most: Maximum number of different requests of its kind in its round; None for no limit.
             in_run: The setting that limits those in the whole run, and its value; None for no limit.
+            limit: What sets `most`.
 
         Raises:
             FedGuildError: the file cannot be read or written.
@@ -213,7 +228,7 @@ class RequestLog:
         if most is not None and len(known) >= most:
             return (
                 f"round {message.round} was asked for with {len(known)} different requests to {message.kind}, and "
-                f"accept.requests_per_round is {most}"
+                f"{limit} is {most}"
             )
         setting, most_in_run = in_run
         counted = sum(len(digests) for each, digests in seen.items() if each.partition(" ")[0] == message.kind)
@@ -239,44 +254,6 @@ class RequestLog:
                     "It counts the requests of the run; remove it to count anew.",
                 ) from error
         return self._seen
-
-
-class SumLog:
-    """The sums of secure aggregation that a run's trainings entered, on disk: each training enters one of each half.
-
-    Training is deterministic, so a repeated round gives the same upload, and the difference of two sums over different
-    clients would be that of the missing ones. A sum over the same clients may be opened again. If a client was not
-    asked in the first session, enough others were, and refuse.
-
-    Args:
-        path: The file, JSON: digest of a training and half -> digest of the clients in the sum.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def require_same(self, training: str, half: str, digest: str) -> None:
-        """Records a sum before it is opened.
-
-        Args:
-            half: `weights` or `values`.
-
-        Raises:
-            UploadError: the same training entered another sum.
-            FedGuildError: the file cannot be read or written.
-        """
-        key = f"{training} {half}"
-        try:
-            sums = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
-            known = sums.setdefault(key, digest)
-            write_json(self.path, sums)
-        except (OSError, ValueError, AttributeError) as error:
-            raise FedGuildError(f"{self.path} cannot be read or written ({error}).") from error
-        if known != digest:
-            raise UploadError(
-                f"the {half} of the same training were summed over other clients before; only "
-                "accept.repeat_sessions in site.yaml allows that"
-            )
 
 
 def _key(message: Message) -> str:

@@ -10,6 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,9 @@ from fedguild.federation.flower.engine import read_payload
 from fedguild.federation.flower.message import Message
 from fedguild.federation.schema import MessageKind, Request, ScoreRequest, SecureRequest, read_metadata
 from fedguild.federation.site import SiteSettings
-from fedguild.federation.site_policy import RequestLog, SitePolicy, SumLog, Terms
+from fedguild.federation.site_policy import RequestLog, SitePolicy, Terms
+from fedguild.federation.sum_log import FILE as SUMS
+from fedguild.federation.sum_log import SumLog
 from fedguild.measuring.scores.metrics import load_metrics
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
@@ -81,8 +84,10 @@ BOUND = "fingerprint"
 """File of the fingerprint of a run's first config, beside the client's memory."""
 REQUESTS = "requests.json"
 """File of a run's requests that were answered, beside the client's memory."""
-SUMS = "sums.json"
-"""File of the sums that a run's trainings went into, beside it."""
+EARLIER_SUMS = "sums.json"
+"""File of the sums that a run's trainings went into, beside it, as 0.3 wrote it."""
+SECURE_LIMIT = "the limit where uploads are summed (accept.repeat_sessions lifts it)"
+"""What limits the trainings of a round of a run that aggregates securely."""
 RUN_NAME = re.compile(r"[0-9a-f]{32}")
 """Identity of a run, which is also the name of its folder on a client's machine."""
 SCORES = "scores"
@@ -210,9 +215,7 @@ class TrainerService:
             upload_bytes = size_bytes(delivery.upload)
             _require_none(self.policy.names_refusal(delivery.upload.tensors) or self.policy.size_refusal(upload_bytes))
             told = json.dumps(message.metadata["config"], sort_keys=True).encode()
-            training = hashlib.sha256(hashlib.sha256(told).digest() + message.body).hexdigest()
-            trained = (delivery.upload, delivery.report, delivery.frequency)
-            session.clients.keep(method, model, task, *trained, told, f"{message.round} {training}")
+            session.clients.keep(method, model, task, delivery.upload, delivery.report, delivery.frequency, told)
             return message.reply(metadata={"backbone_loads": self.loads})
         upload = shrink(delivery.upload, config.federation.wire_dtype)
         _require_none(
@@ -317,8 +320,10 @@ class TrainerService:
 
     def _count_refusal(self, message: Message, session: _Session) -> str:
         """Returns why a request exceeds its limits; records it if it does not."""
-        in_run = self.policy.most_in_run(message.kind)
-        return session.requests.refusal(message, self.policy.requests_per_round, in_run)
+        in_run, secure = self.policy.most_in_run(message.kind), session.clients is not None
+        most = self.policy.most_in_round(message.kind, secure=secure)
+        limit = "accept.requests_per_round" if most == self.policy.requests_per_round else SECURE_LIMIT
+        return session.requests.refusal(message, most, in_run, limit)
 
     def _run_refusal(self, config: Config) -> str:
         """Returns why this site's policy refuses a run; empty if it does not."""
@@ -377,10 +382,10 @@ class TrainerService:
         engine = LocalEngine(
             backbone, {client.index: encoded}, config.local_training, memory, cohort_size=1, seed=config.seed
         )
-        secure = self._secure_clients(config, experiment.budgets, folder)
+        secure = self._secure_clients(run, config, experiment.budgets)
         return _Session(experiment, engine, run_secret(folder), RequestLog(folder / REQUESTS), rules, secure)
 
-    def _secure_clients(self, config: Config, budgets: Sequence[Budget], folder: Path) -> SecureClients | None:
+    def _secure_clients(self, run: str, config: Config, budgets: Sequence[Budget]) -> SecureClients | None:
         """Returns the site's half of secure aggregation, with its key and those of its peers; None for a plain run."""
         if not config.federation.secure:
             return None
@@ -394,8 +399,11 @@ class TrainerService:
         aggregated = quorum_count(rules.wanted_uploads, rules.quorum)
         least = max(aggregated, self.site.accept.min_clients)
         reported = config.privacy.unit == "none"
-        once = None if self.site.accept.repeat_sessions else SumLog(folder / SUMS).require_same
-        return SecureClients(budgets, identity, peers, rules.max_update_norm, least, reported, once)
+        fewest = None if self.policy.repeat_sessions else self.policy.secure_difference
+        log = SumLog(self.work / SUMS, fewest, self.work / "runs" / run / EARLIER_SUMS)
+        return SecureClients(
+            budgets, identity, peers, rules.max_update_norm, least, reported, partial(log.training, run)
+        )
 
     def _budget(self, config: Config, tiers: dict[str, Budget]) -> Budget:
         if self.site.client >= config.federation.clients:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 
 import numpy as np
 
 from fedguild.core.errors import UploadError
-from fedguild.federation.site_policy import SumLog
+from fedguild.core.payload import Payload
+from fedguild.federation.sum_log import SumLog
 from fedguild.privacy.secure_sum.client import ClientSession
 from fedguild.privacy.secure_sum.form import Contribution, Form, LinearMean
 from fedguild.privacy.secure_sum.keys import new_identity
@@ -88,7 +88,7 @@ class Federation:
                 registered,
                 least,
                 (trained or {}).get(client, bytes(32)),
-                partial(logs[client].require_same, "training") if logs else None,
+                logs[client].training("run", 1, Payload()) if logs else None,
             )
             for client, own in numbers.items()
         }

@@ -9,7 +9,8 @@ import pytest
 from scipy import stats
 
 from fedguild.core.errors import FedGuildError, QuorumError, UploadError
-from fedguild.federation.site_policy import SitePolicy, SumLog
+from fedguild.federation.site_policy import SitePolicy
+from fedguild.federation.sum_log import SumLog
 from fedguild.privacy.secure_sum.form import Contribution, Form, LinearMean
 from fedguild.privacy.secure_sum.graph import degree_of, neighbours, threshold_of
 from fedguild.privacy.secure_sum.keys import load_peers, load_private, load_public, new_identity, sign, verify
@@ -332,7 +333,7 @@ class TestTheServerInTheMiddle:
             federation.clients[0].answer("share", request)
 
     def test_one_training_opens_no_second_sum_over_other_clients(self, tmp_path):
-        logs = {client: SumLog(tmp_path / f"{client}.json") for client in range(7)}
+        logs = {client: SumLog(tmp_path / f"{client}.jsonl", 3) for client in range(7)}
         numbers = contributions(7)
         for _ in range(2):  # as after a server's crash, with the same clients
             assert Federation(numbers, silent={3: "send"}, logs=logs).run().known["dense"].all()
@@ -340,9 +341,9 @@ class TestTheServerInTheMiddle:
             Federation(numbers, logs=logs).run()
         with pytest.raises(QuorumError, match="the weights of the same training were summed over other clients"):
             Federation(numbers, silent={3: "weigh"}, logs=logs).run()
-        (tmp_path / "0.json").write_text("[]")
-        with pytest.raises(FedGuildError, match=r"0\.json cannot be read"):
-            logs[0].require_same("another", "values", "all")
+        (tmp_path / "0.jsonl").write_text("[]\n")
+        with pytest.raises(FedGuildError, match=r"0\.jsonl cannot be read"):
+            SumLog(tmp_path / "0.jsonl", 3)
 
     def test_a_site_has_limits_of_its_own(self):
         policy = SitePolicy(secure_clients=4, secure_share=0.7)
@@ -411,7 +412,7 @@ class TestDisputesAboutEnvelopes:
 
     def test_a_pair_too_many_fails_the_round_before_a_site_has_noted_anything(self, tmp_path):
         """Of 4 clients 3 have to be left. Without the liar the same trainings are summed, as nobody has opened any."""
-        logs = {client: SumLog(tmp_path / f"{client}.json") for client in range(4)}
+        logs = {client: SumLog(tmp_path / f"{client}.jsonl", 3) for client in range(4)}
         with pytest.raises(QuorumError, match=r"after 'check', but 3 are needed. Nothing was opened.") as caught:
             garbling({2: {0}}, clients=4, logs=logs).run()
         assert "client 2: client 0 says that it cannot open what client 2 shared" in str(caught.value)

@@ -73,7 +73,7 @@ def test_a_secure_run_over_flower_ends_as_in_simulation_bit_for_bit(olmoe_folder
     for name, tensor in local.state.tensors.items():
         assert torch.equal(tensor, remote.state.tensors[name]), name
     assert traffic(tmp_path / "local") == traffic(tmp_path / "server/state/run")
-    sums = [json.loads(path.read_text()) for path in (tmp_path / "sites").glob("**/sums.json")]
+    sums = [path.read_text().splitlines()[1:] for path in (tmp_path / "sites").glob("*/work/sums.jsonl")]
     assert [len(each) for each in sums] == [2] * 4, "not every site has recorded which sums it was in"
     records = [record for record in RunLog(tmp_path / "local").read() if isinstance(record, ClientRecord)]
     assert len({record.train_loss for record in records}) == 1, "the losses of single clients are in the log"
@@ -165,6 +165,34 @@ def test_a_session_that_fails_is_in_the_audit_log_too(guild):
     for reason in (entries[-2]["reason"], entries[-3]["failed"]):
         assert "2 of 4 clients are left after 'weigh'" in reason
     assert (entries[-3]["left"], sorted(entries[-3]["dropped"])) == ([0, 1], ["2", "3"])
+
+
+def test_a_run_that_begins_again_without_one_client_is_refused(guild):
+    """The difference of both sums would be that client's change. With another first adapter it is not."""
+    four = guild()
+    four.serve()
+    grid, again = grid_of(four.trainers[:3]), {"grace_seconds": 0.0}
+    with pytest.raises(QuorumError, match="summed over other clients before") as raised:
+        serve_on(grid, four.config, four.folder / "again", **again)
+    assert "another `seed`" in str(raised.value)
+    serve_on(grid_of(four.trainers), four.config, four.folder / "with all", **again)
+    serve_on(grid, four.config.model_copy(update={"seed": 1}), four.folder / "of another seed", **again)
+
+
+def test_a_round_whose_download_was_moved_is_asked_for_once(guild):
+    four = guild()
+    asked = []
+    for client in range(4):
+        four.answering(client, lambda message, answer: asked.append(message) or answer)
+    four.serve()
+    train = next(message for message in asked if message.kind == "train")
+    download = decode(train.body, "The download")
+    name = next(name for name, tensor in download.tensors.items() if tensor.any())
+    moved = torch.nextafter(download.tensors[name], torch.tensor(torch.inf))
+    body = encode(Payload({**download.tensors, name: moved}, download.scalars))
+    trainer = four.trainers[train.client]
+    assert not trainer.handle(train).failure, "a server that was interrupted asks again"
+    assert "the limit where uploads are summed" in trainer.handle(replace(train, body=body)).failure
 
 
 def test_a_client_that_refuses_its_own_upload_does_not_say_by_how_much(guild, capsys):

@@ -7,13 +7,12 @@ simulation repeats with the same bits, or a request that a site answers as befor
 from __future__ import annotations
 
 import json
-import os
 from collections import defaultdict
 from dataclasses import asdict
 from pathlib import Path
 
-from fedguild.core.errors import CheckpointError, FedGuildError
-from fedguild.core.files import PRIVATE_FILE, make_folder
+from fedguild.core.errors import CheckpointError
+from fedguild.core.journal import Journal
 from fedguild.privacy.dp.accounting import Release
 
 FILE = "privacy.jsonl"
@@ -30,11 +29,9 @@ class Ledger:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self._journal, self.path = Journal(path), path
         self._entries: dict[str, dict[str, Release]] = defaultdict(dict)
-        lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
-        self._torn = bool(lines[-1])
-        for number, line in enumerate(lines[:-1], start=1):  # the last one is empty, or was being written at a kill
+        for number, line in enumerate(self._journal.lines, start=1):
             try:
                 entry = json.loads(line)
                 self._entries[entry["client"]][entry["key"]] = Release(**entry["release"])
@@ -62,19 +59,5 @@ class Ledger:
                     "The run's data or settings changed since: start a new run.",
                 )
             return
-        line = json.dumps({"client": client, "key": key, "release": asdict(release)}) + "\n"
-        try:
-            make_folder(self.path.parent)
-            with open(self.path, "ab", opener=lambda path, flags: os.open(path, flags, PRIVATE_FILE)) as file:
-                if self._torn:
-                    file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
-                    self._torn = False
-                file.write(line.encode())
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise FedGuildError(
-                f"Cannot write {self.path}: {error.strerror or error}.",
-                "Nothing is released that the ledger does not hold; free some space or check the permissions.",
-            ) from error
+        self._journal.append(json.dumps({"client": client, "key": key, "release": asdict(release)}).encode())
         self._entries[client][key] = release

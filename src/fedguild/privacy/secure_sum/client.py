@@ -65,8 +65,8 @@ class ClientSession:
         registered: Client index -> registered public key, from a source that is not the server.
         least: Fewest clients among whom this one hides, whatever the server says.
         trained: [32 bytes] digest of what it was told to train, as far as it is the same for all clients.
-        once: Called before anything is opened, with `weights` or `values` and a digest of the clients in the sum;
-            raises UploadError if the same training has been in another sum.
+        once: Called before anything is opened, with `weights` or `values` and the clients in the sum; raises
+            UploadError if the same training has been in a sum from which that one must not differ.
 
     Raises:
         UploadError: the session is not one that a client may take part in.
@@ -82,7 +82,7 @@ class ClientSession:
         registered: Mapping[int, PublicKey],
         least: int = FEWEST_CLIENTS,
         trained: bytes = bytes(DIGEST_BYTES),
-        once: Callable[[str, str], None] | None = None,
+        once: Callable[[str, Sequence[int]], None] | None = None,
     ) -> None:
         if session.form != form.digest():
             raise UploadError("the server sums something else than this client's method")
@@ -90,7 +90,7 @@ class ClientSession:
             raise UploadError("the server asks for an aggregation that protects too little")
         self.client, self.session, self.form, self.numbers = client, session, form, numbers
         self._identity, self._registered, self._least = identity, registered, max(least, FEWEST_CLIENTS)
-        self._trained, self._once = trained, once or (lambda half, digest: None)
+        self._trained, self._once = trained, once or (lambda half, clients: None)
         self._context = session.context()
         self._done = 0
         self._seeds = [secrets.token_bytes(SEED_BYTES) for _ in range(4)]
@@ -184,7 +184,7 @@ class ClientSession:
 
     def _open_weights(self, request: Arrays) -> dict[str, NDArray[Any]]:
         self._weighed = self._still(list_in(request, "clients"), self._shared)
-        self._once(HALVES[0], self._sum_of(self._weighed))
+        self._once(HALVES[0], self._weighed)
         return self._opened(0, self._shared, self._weighed, 0)
 
     def _send(self, request: Arrays) -> dict[str, NDArray[Any]]:
@@ -236,13 +236,9 @@ class ClientSession:
             if key is None:
                 raise UploadError(f"no key of client {peer} is known here")
             verify(key, agreement(self._transcript, self._sent), signature, f"whom client {peer} was told is left")
-        self._once(HALVES[1], self._sum_of(sent))
+        self._once(HALVES[1], sent)
         level = lowest_open(len(self._weighed) - len(sent), self._survived)
         return self._opened(1, self._weighed, sent, SECRETS + level)
-
-    def _sum_of(self, left: tuple[int, ...]) -> str:
-        """Returns a digest of the clients in a sum, the same in another session of the same clients."""
-        return digest_of(b"sum", listed(self._roster.clients).tobytes(), listed(left).tobytes()).hex()
 
     def _still(self, clients: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the clients that are left, after checking that they are enough to hide one another."""
