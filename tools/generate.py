@@ -32,6 +32,7 @@ from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.info import ModelInfo
 from fedguild.report import table_figures
+from fedguild.server.method import is_client_mean
 from tools.records.cells import CellRecord, read_choices, read_records
 from tools.records.claims import VERDICTS, claims_in_short, count_verdicts
 from tools.records.pages import chosen_near_chance, table_page
@@ -338,7 +339,8 @@ def _private(page: Path) -> str:
         kind = METHODS.load(name)
         method = kind(kind.Settings())
         client, example = (method.privacy_refusal(unit) for unit in ("client", "example"))
-        central = client or ("" if method.is_mean else "(central) its aggregate is no mean")
+        is_mean = not client and is_client_mean(method, describe_config("embedded"), [Budget("all", 8, 4)])
+        central = client or ("" if is_mean else "(central) its aggregate is no mean")
         marks = ["no" if reason else "yes" for reason in (client, central, example)]
         why = "; ".join(dict.fromkeys(reason for reason in (client, central, example) if reason))
         rows.append(f"| [`{name}`](../methods/{name}.md) | {' | '.join(marks)} | {why} |")

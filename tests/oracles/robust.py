@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from fedguild.server.method import Method
+from fedguild.server.terms import RunningMeans, Upload
 
 
 def median(values: Sequence[Tensor]) -> Tensor:
@@ -28,6 +33,49 @@ def trimmed_mean(values: Sequence[Tensor], trim: float) -> Tensor:
         kept = ordered[left_out : len(ordered) - left_out]
         result[coordinate] = sum(kept) / len(kept)
     return result.reshape(values[0].shape)
+
+
+def over_holders(
+    values: Sequence[Tensor], holders: Sequence[Tensor], before: Tensor, robust: str, trim: float
+) -> Tensor:
+    """The same of each coordinate over the clients whose mask is true there; `before` where there is none."""
+    result = torch.empty(before.numel(), dtype=torch.float64)
+    masks = [held.expand(before.shape).flatten() for held in holders]
+    for coordinate in range(before.numel()):
+        held = [value.flatten()[coordinate] for value, mask in zip(values, masks, strict=True) if mask[coordinate]]
+        if not held:
+            result[coordinate] = before.flatten()[coordinate]
+        else:
+            result[coordinate] = median(held) if robust == "median" else trimmed_mean(held, trim)
+    return result.reshape(before.shape)
+
+
+class Medians(RunningMeans):
+    """A round's means, each value of which is the median over the clients whose weight for it is positive."""
+
+    def __init__(self, uploads: Sequence[Upload], method: Method) -> None:
+        super().__init__()
+        self.each = [method.terms(upload) for upload in uploads]
+        for upload, terms in zip(uploads, self.each, strict=True):
+            self.add(upload, terms)
+
+    def _moved(self, name: str, before: Tensor) -> Tensor:
+        held = []
+        for term in (terms.means[name] for terms in self.each if name in terms.means):
+            value = term.value.detach().double().numpy().copy()
+            weight = np.asarray(term.weight, dtype=float)
+            if term.axis is not None:
+                weight = np.moveaxis(np.broadcast_to(weight, np.moveaxis(value, term.axis, -1).shape), -1, term.axis)
+            value[np.broadcast_to(weight, value.shape) <= 0] = np.nan
+            if term.held is not None:
+                np.moveaxis(value, term.along, 0)[~term.held.numpy()] = np.nan
+            held.append(value)
+        if not held:
+            return before
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # of values that nobody holds
+            found = np.nanmedian(np.stack(held), axis=0)
+        return torch.from_numpy(np.where(np.isnan(found), before.double().numpy(), found)).float()
 
 
 def clipped_mean(start: Tensor, values: Sequence[Tensor], weights: Sequence[float]) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.core.errors import QuorumError, UploadError
+from fedguild.core.errors import QuorumError
 from fedguild.core.payload import Payload
 from fedguild.methods import build_method
 from fedguild.methods.fedprox import FedProx
@@ -23,13 +23,12 @@ from fedguild.server.guard import (
     Held,
     NormBound,
     NotRevoked,
-    RobustMean,
     change_norms,
     largest_value,
     not_finite,
-    robust_centre,
 )
 from fedguild.server.method import Upload
+from fedguild.server.robust import RobustMean
 from fedguild.server.round import Filter
 from tests.oracles import robust as oracle
 from tests.server.filtering import Rejected, through
@@ -151,20 +150,6 @@ def test_a_method_that_never_gets_a_finite_state_is_an_error(tmp_path: Path) -> 
 
     with pytest.raises(QuorumError, match="cannot be computed: has NaN or infinity in 'adapter/x'"):
         aggregate(tmp_path, moved(*CHANGES), Finite(), kind=Broken)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 9])
-@pytest.mark.parametrize("trim", [0.1, 0.2, 0.45])
-def test_robust_centres_are_those_of_the_definitions(count: int, trim: float) -> None:
-    values = [torch.randn(3, 4, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
-    torch.testing.assert_close(robust_centre(values, "median", trim).double(), oracle.median(values))
-    found = robust_centre(values, "trimmed_mean", trim).double()
-    torch.testing.assert_close(found, oracle.trimmed_mean(values, trim))
-
-
-def test_tensors_of_unequal_shapes_have_no_robust_centre() -> None:
-    with pytest.raises(UploadError, match="differ in shape"):
-        robust_centre([torch.ones(2), torch.ones(3)], "median", 0.2)
 
 
 @pytest.mark.parametrize("kind", ["median", "trimmed_mean"])

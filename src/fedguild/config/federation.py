@@ -166,10 +166,10 @@ class FederationSettings(Section):
     )
     aggregator: Literal["none", "trimmed_mean", "median", "clipped"] = Field(
         default="none",
-        description="Robust estimate instead of the mean over the clients, for methods whose aggregate is a "
-        "mean; trimmed_mean: the mean of each value without the extremes; median: the median of each value; both "
-        "weight clients equally; clipped: the weighted mean of changes that are clipped to the round's median "
-        "norm.",
+        description="Robust estimate instead of the mean over the clients, for methods whose server takes means; "
+        "trimmed_mean: the mean of each value without the extremes; median: the median of each value; both are over "
+        "the clients that hold the value and weight them equally; clipped: the weighted mean of changes that are "
+        "clipped to the round's median norm.",
     )
     trim: float = Field(
         default=0.2, gt=0, lt=0.5, description="Share of the clients that trimmed_mean leaves out at either end."

@@ -55,7 +55,6 @@ class A3Smoe(Method):
         costs=RUNNING_MEAN,
         not_private="sends how often a client's tokens activated each expert",
     )
-    is_stepped = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts."""

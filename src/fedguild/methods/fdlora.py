@@ -96,9 +96,8 @@ class FDLoRA(Method):
             note="A client's search for its fusion weights runs forward passes that are not counted.",
         ),
         not_private=NotPrivate(example="searches its fusion weights on examples that it holds out"),
+        not_stepped="has a server's step of its own",
     )
-    is_mean = True
-    is_stepped = False
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: the two adapters take turns in it."""

@@ -70,7 +70,6 @@ class FedIT(Method):
         costs=RUNNING_MEAN,
         not_private="",  # its uploads are the received adapters, after plain training
     )
-    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the method's rank, or at the budget's, with the model's active experts or the budget's."""

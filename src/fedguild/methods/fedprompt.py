@@ -69,7 +69,6 @@ class FedPrompt(Method):
         costs=RUNNING_MEAN,
         not_private=NotPrivate(client="starts the prompt at the clients, which receive none at first"),
     )
-    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a soft prompt and no LoRA, the same for every budget."""

@@ -56,7 +56,6 @@ class FedProx(Method):
         costs=RUNNING_MEAN,
         not_private="",  # its uploads are the received adapters, after plain training
     )
-    is_mean = True
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
         """Returns the method with LoRA on attention in place of gates and experts if the model is dense."""

@@ -64,7 +64,6 @@ class FedSALoRA(Method):
         not_private="",  # its uploads are the received adapters, after plain training
         has_global_model=False,
     )
-    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts."""

@@ -60,7 +60,6 @@ class FFALoRA(Method):
         costs=RUNNING_MEAN,
         not_private="",  # its uploads are the received adapters, after plain training
     )
-    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA whose A is frozen, with the budget's active experts."""

@@ -81,7 +81,6 @@ class Flame(Method):
         costs=RUNNING_MEAN,
         not_private="sends how often a client's tokens activated each expert",
     )
-    is_stepped = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's k_i active experts and the rescaler s_i."""

@@ -53,7 +53,6 @@ class Guild(Method):
         costs=RUNNING_MEAN,
         not_private="",  # its uploads are the received adapters, after plain training
     )
-    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's k_i active experts."""

@@ -99,7 +99,6 @@ class HetLoRA(Method):
         ),
         not_private="tells by the form of an upload whether training shrank the client's last ranks",
     )
-    is_stepped = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank, the highest that its clients ever have; all experts stay active."""

@@ -73,7 +73,6 @@ class RoLoRA(Method):
         ),
         not_private="",  # its uploads are the received adapters, after plain training
     )
-    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts and both factors."""

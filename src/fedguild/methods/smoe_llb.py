@@ -64,7 +64,6 @@ class SmoeLlb(Method):
         costs=RUNNING_MEAN,
         not_private=NotPrivate(example="balances routers over a batch's tokens, which couples its examples"),
     )
-    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at full rank with the budget's K_c active experts."""

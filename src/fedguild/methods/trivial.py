@@ -63,7 +63,6 @@ class Trivial(Method):
         ),
         not_private=NotPrivate(example="trains once for every budget in a round"),
     )
-    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank; all of the model's experts stay active."""

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from fedguild.client.budget import ClientInfo
+from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.config import Config
 from fedguild.core.errors import ConfigError
 from fedguild.engines.cohorts import Private
 from fedguild.engines.private import PrivateAnswers
+from fedguild.model.info import ModelInfo
+from fedguild.model.plan import adapter_shapes
 from fedguild.privacy.dp.ledger import FILE as LEDGER
 from fedguild.privacy.dp.ledger import Ledger
 from fedguild.privacy.dp.noise import Noise
 from fedguild.privacy.dp.secret import run_secret
 from fedguild.runs.privacy_accounts import PrivacyAccounts
-from fedguild.server.method import Method
+from fedguild.server.method import Method, is_client_mean, takes_means
 from fedguild.server.private_mean import PrivateMean
 
 
@@ -30,11 +32,8 @@ def rules_of(config: Config) -> PrivacyRules | None:
     return PrivacyRules(config.privacy, config.training, federation.rounds, federation.clients, wanted)
 
 
-def check_privacy(method: Method, config: Config, *, equal_shapes: bool) -> None:
+def check_privacy(method: Method, config: Config, model: ModelInfo, budgets: Sequence[Budget]) -> None:
     """Checks that a run can keep what its differential privacy promises.
-
-    Args:
-        equal_shapes: Whether the clients' adapters have the same shapes at all budgets.
 
     Raises:
         ConfigError: something would leave a client that the accounting does not cover, or the settings do not fit each
@@ -62,7 +61,7 @@ def check_privacy(method: Method, config: Config, *, equal_shapes: bool) -> None
             "Set privacy.trust_model=local: each client adds its noise before its upload is masked.",
         )
     if privacy.is_central:
-        _check_central(method, config, equal_shapes=equal_shapes)
+        _check_central(method, config, model, budgets)
     if privacy.sampling == "secret" and (federation.over_selection or federation.engine.name == "flower"):
         raise ConfigError(
             "privacy.sampling is secret, but real clients know the seed that draws them, or over-selection draws more.",
@@ -81,11 +80,12 @@ def require_public_scores(config: Config) -> None:
         )
 
 
-def _check_central(method: Method, config: Config, *, equal_shapes: bool) -> None:
+def _check_central(method: Method, config: Config, model: ModelInfo, budgets: Sequence[Budget]) -> None:
     """Raises ConfigError if noise on a mean does not cover everything in the uploads."""
     federation = config.federation
-    if not method.is_mean or not equal_shapes:
-        reason = "is no mean" if not method.is_mean else "is over adapters of unequal shapes"
+    unequal = len({tuple(adapter_shapes(model, method.plan(model, budget)).items()) for budget in budgets}) > 1
+    if unequal or not is_client_mean(method, model, budgets):
+        reason = "is over adapters of unequal shapes" if unequal and takes_means(method) else "is no mean"
         raise ConfigError(
             f"privacy.trust_model is central, but the aggregate of {method.name} {reason}.",
             "Set privacy.trust_model=local, or give all budgets the same adapter.",

@@ -5,11 +5,9 @@
 3. `NormBound` bounds the norm of an upload's change relative to the round's median, part by part.
 4. `Finite` returns no aggregate that has NaN or infinity, or cannot be computed: the round is aggregated again
    without the uploads that did it.
-5. `RobustMean` replaces the mean over the clients by a robust estimate, where the operator asks for it.
 
-Sources: norm bounds, Z. Sun et al., "Can You Really Backdoor Federated Learning?", arXiv 1911.07963, 2019, section 4;
-the coordinate-wise median and trimmed mean, D. Yin et al., "Byzantine-Robust Distributed Learning", ICML 2018,
-Definitions 1 and 2.
+Norm bounds: Z. Sun et al., "Can You Really Backdoor Federated Learning?", arXiv 1911.07963, 2019, section 4.
+Robust means are in `fedguild.server.robust`.
 """
 
 from __future__ import annotations
@@ -19,21 +17,19 @@ from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator,
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Literal
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from fedguild.core.errors import QuorumError, UploadError
+from fedguild.core.errors import QuorumError
 from fedguild.core.files import make_folder, write_bytes
-from fedguild.core.packing import pack, unpack
-from fedguild.core.payload import ADAPTER, Payload
+from fedguild.core.packing import pack
+from fedguild.core.payload import Payload
 from fedguild.server.round import Onward, Passage
 from fedguild.server.terms import Upload
 from fedguild.server.validation import unusable
 
-Robust = Literal["trimmed_mean", "median", "clipped"]
 NORM_FACTOR = 10.0
 """How far beyond the round's median the norm of a change may be, where `federation.norm_factor` is auto."""
 FEWEST_COMPARED = 4
@@ -96,8 +92,9 @@ class _OnDisk(Mapping[str, Tensor]):
         return len(list(iter(self)))
 
     def items(self) -> ItemsView[str, Tensor]:
-        """All of them, read at once."""
-        return unpack(self.path.read_bytes())[0].items()
+        """All of them; their values stay in the file until they are used."""
+        with safe_open(self.path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}.items()  # noqa: SIM118
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ class NormBound:
 
     def __call__(self, uploads: Iterable[Upload], passage: Passage, onward: Onward) -> Payload:
         measured = [(upload, norms_of(upload, passage)) for upload in uploads]
-        medians = _medians(norms for _, norms in measured)
+        medians = medians_of(norms for _, norms in measured)
         kept = []
         for upload, norms in measured:
             beyond = [part for part, middle in medians.items() if norms.get(part, 0.0) > self.factor * middle]
@@ -170,50 +167,6 @@ class Finite:
             left = [upload for upload in left if not any(upload is one for one in guilty)]
 
 
-@dataclass(frozen=True)
-class RobustMean:
-    """A robust estimate in place of the mean over the clients.
-
-    Attributes:
-        robust: The estimate: of all clients' adapters, or of changes clipped to the round's median norm.
-        trim: Share of the clients that `trimmed_mean` leaves out at either end of each value.
-    """
-
-    robust: Robust
-    trim: float = 0.2
-
-    def __call__(self, uploads: Iterable[Upload], passage: Passage, onward: Onward) -> Payload:
-        given = list(uploads)
-        return onward(self._clipped(given, passage) if self.robust == "clipped" else self._centred(given, self.robust))
-
-    def _centred(self, uploads: Sequence[Upload], robust: Literal["trimmed_mean", "median"]) -> Iterator[Upload]:
-        """Yields uploads with the robust estimate of every adapter tensor over its holders, in its place."""
-        holders: dict[str, list[Upload]] = {}
-        for upload in uploads:
-            for name in upload.payload.tensors:
-                if name.startswith(f"{ADAPTER}/"):
-                    holders.setdefault(name, []).append(upload)
-        centre = {
-            name: robust_centre([upload.payload.tensors[name] for upload in each], robust, self.trim)
-            for name, each in holders.items()
-        }
-        for upload in uploads:
-            tensors = {name: centre.get(name, tensor) for name, tensor in upload.payload.tensors.items()}
-            yield replace(upload, payload=Payload(tensors, upload.payload.scalars))
-
-    def _clipped(self, uploads: Sequence[Upload], passage: Passage) -> Iterator[Upload]:
-        """Yields uploads whose change of a part has at most the round's median norm."""
-        measured = [norms_of(upload, passage) for upload in uploads]
-        limits = _medians(measured, fewest=1)
-        for upload, norms in zip(uploads, measured, strict=True):
-            payload = Payload(dict(upload.payload.tensors.items()), upload.payload.scalars)
-            tensors = dict(payload.tensors)
-            for part, limit in limits.items():
-                if norms.get(part, 0.0) > limit:
-                    tensors |= _shortened(payload.part(part), upload.download.part(part), part, limit / norms[part])
-            yield replace(upload, payload=Payload(tensors, payload.scalars))
-
-
 def _attempt(onward: Onward, uploads: Sequence[Upload]) -> tuple[Payload | None, str]:
     """Returns the aggregate, or None and what is wrong with it, as a verb phrase."""
     try:
@@ -227,7 +180,7 @@ def _attempt(onward: Onward, uploads: Sequence[Upload]) -> tuple[Payload | None,
 def _furthest(uploads: Sequence[Upload], passage: Passage) -> Upload:
     """Returns the upload whose change is the largest multiple of a part's median norm."""
     measured = [norms_of(upload, passage) for upload in uploads]
-    medians = _medians(measured, fewest=1)
+    medians = medians_of(measured, fewest=1)
 
     def beyond(norms: Mapping[str, float]) -> float:
         ratios = [norms.get(part, 0.0) / middle if middle else math.inf for part, middle in medians.items()]
@@ -264,30 +217,6 @@ def change_norms(upload: Payload, download: Payload, bounded: Collection[str] = 
     return {part: math.sqrt(square) for part, square in squares.items()}
 
 
-def robust_centre(values: Sequence[Tensor], robust: Literal["trimmed_mean", "median"], trim: float) -> Tensor:
-    """Returns the coordinate-wise median or trimmed mean of several clients' tensors (Yin et al., Definitions 1 and 2).
-
-    Args:
-        values: A tensor of one shape from each client.
-        robust: The estimate. The median of an even number is the mean of the two in the middle.
-        trim: Share of the clients left out at either end of each value, rounded up, but never all of them.
-
-    Returns:
-        The estimate in fp32.
-
-    Raises:
-        UploadError: the shapes differ.
-    """
-    if len({tuple(value.shape) for value in values}) > 1:
-        raise UploadError("the clients' tensors differ in shape, so that they have no robust mean")
-    ordered = torch.stack([value.to(torch.float32) for value in values]).sort(dim=0).values
-    count = len(values)
-    left_out = (count - 1) // 2
-    if robust == "trimmed_mean":
-        left_out = min(math.ceil(trim * count), left_out)
-    return ordered[left_out : count - left_out].mean(dim=0)
-
-
 def not_finite(payload: Payload) -> str:
     """Returns the name of a tensor with NaN or infinity, or of such a scalar; empty if all values are finite."""
     for name, tensor in payload.tensors.items():
@@ -304,21 +233,10 @@ def largest_value(payload: Payload) -> float:
     return max((math.inf if math.isnan(value) else value for value in magnitudes), default=0.0)
 
 
-def _medians(measured: Iterable[Mapping[str, float]], fewest: int = FEWEST_COMPARED) -> dict[str, float]:
+def medians_of(measured: Iterable[Mapping[str, float]], fewest: int = FEWEST_COMPARED) -> dict[str, float]:
     """Returns part -> median of the changes' norms, for the parts that enough uploads have."""
     by_part: dict[str, list[float]] = {}
     for norms in measured:
         for part, norm in norms.items():
             by_part.setdefault(part, []).append(norm)
     return {part: median(norms) for part, norms in by_part.items() if len(norms) >= fewest}
-
-
-def _shortened(tensors: Mapping[str, Tensor], before: Mapping[str, Tensor], part: str, by: float) -> dict[str, Tensor]:
-    """Returns a part's tensors, by their whole names, with their change from `before` multiplied by a factor."""
-    shortened = {}
-    for name, tensor in tensors.items():
-        start = before.get(name)
-        if start is None or start.shape != tensor.shape:
-            start = torch.zeros_like(tensor)
-        shortened[f"{part}/{name}"] = start.to(torch.float32).lerp(tensor.to(torch.float32), by)
-    return shortened

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Self
 
@@ -175,6 +175,8 @@ class Facts:
             secure round these find out whether it is so.
         not_linear: Why the server does not take sums alone, a clause without a subject's name; for an `aggregate` of
             its own, or for terms that are not secure.
+        not_stepped: Why the server cannot step from the old adapter towards the mean, with momentum
+            (`federation.server_step`), a clause without a subject; empty where it can, if it takes means.
     """
 
     needs_experts: bool = False
@@ -184,6 +186,7 @@ class Facts:
     has_global_model: bool = True
     told_alike: tuple[str, ...] = (ADAPTER,)
     not_linear: str = ""
+    not_stepped: str = ""
 
 
 RUNNING_MEAN = ServerCosts("O(n), whatever C is: a running mean", "O(C n)")
@@ -199,12 +202,6 @@ class Method(ABC):
         title: A one-line description; by default the first line of the module's docstring.
         Settings: The options, each declared once with help and range.
         facts: What holds of all its instances.
-        is_mean: Whether `aggregate` depends on the uploads by a mean of their part `adapter` only, with one weight for
-            each client; a robust estimate may then take the mean's place (`federation.aggregator`). An instance may say
-            it of its options.
-        is_stepped: Whether the server may step from the old adapter towards the aggregated one, with momentum
-            (`federation.server_step`); None: if `is_mean`. True also where each expert or rank has weights of its own,
-            if the names and shapes of the state's adapter stay; False where the method has a server's step of its own.
         settings: The options of this instance.
     """
 
@@ -212,8 +209,6 @@ class Method(ABC):
     title: ClassVar[str]
     Settings: ClassVar[type[BaseModel]]
     facts: ClassVar[Facts] = Facts()
-    is_mean: bool = False
-    is_stepped: ClassVar[bool | None] = None
     settings: Any
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -420,6 +415,11 @@ def starting_rng(method: Method, seed: int) -> torch.Generator:
     return torch_rng(seed, "start", method.name)
 
 
+def takes_means(method: Method) -> bool:
+    """Returns whether the server takes means of the clients' terms, and nothing else."""
+    return type(method).aggregate is Method.aggregate
+
+
 def secure_form(
     method: Method, model: ModelInfo, budgets: Sequence[Budget], round_index: int = 0
 ) -> tuple[Form, frozenset[str]]:
@@ -438,12 +438,10 @@ def secure_form(
         ConfigError: the method's server does not take sums alone.
     """
     why = method.facts.not_linear
-    if not why and type(method).aggregate is not Method.aggregate:
+    if not why and not takes_means(method):
         why = "its `aggregate` does not say which sums it takes of them"
     if not why:
-        clients = [ClientInfo(index, budget, 1) for index, budget in enumerate(budgets)]
-        with ShapesOnly():
-            terms = [method.terms(upload) for upload in _uploads_of_zeros(method, model, clients, round_index)]
+        terms = _terms_of_zeros(method, model, budgets, round_index)
         why = next((each.why for each in terms if not each.secure), "")
     if why:
         raise ConfigError(
@@ -453,13 +451,26 @@ def secure_form(
     return form_of(terms)
 
 
-def _uploads_of_zeros(
-    method: Method, model: ModelInfo, clients: Sequence[ClientInfo], round_index: int
-) -> Iterator[Upload]:
-    state = method.start(model, [client.budget for client in clients], torch_rng(0, "form"))
-    state = method.enroll(state, model, clients)
-    for client in clients:
-        download = method.download(state, model, client)
-        example = method.schema(model, client, download, round_index).example()
-        zeros = {name: torch.zeros(tensor.shape) for name, tensor in example.tensors.items()}
-        yield Upload(round_index, client, Payload(zeros, example.scalars), download)
+def is_client_mean(method: Method, model: ModelInfo, budgets: Sequence[Budget]) -> bool:
+    """Returns whether the next state depends on the uploads by a mean of the adapters with one weight a client."""
+    if not takes_means(method):
+        return False
+    means = form_of(_terms_of_zeros(method, model, budgets))[0].means
+    return all(
+        name.startswith(f"{ADAPTER}/") and mean.weight_axis is None and not mean.held for name, mean in means.items()
+    )
+
+
+def _terms_of_zeros(method: Method, model: ModelInfo, budgets: Sequence[Budget], round_index: int = 0) -> list[Terms]:
+    """Returns the terms of one client of each budget, on shapes alone."""
+    clients = [ClientInfo(index, budget, 1) for index, budget in enumerate(budgets)]
+    terms = []
+    with ShapesOnly():
+        state = method.start(model, [client.budget for client in clients], torch_rng(0, "form"))
+        state = method.enroll(state, model, clients)
+        for client in clients:
+            download = method.download(state, model, client)
+            example = method.schema(model, client, download, round_index).example()
+            zeros = {name: torch.zeros(tensor.shape) for name, tensor in example.tensors.items()}
+            terms.append(method.terms(Upload(round_index, client, Payload(zeros, example.scalars), download)))
+    return terms

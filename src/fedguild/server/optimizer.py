@@ -16,7 +16,7 @@ from __future__ import annotations
 import torch
 
 from fedguild.core.payload import ADAPTER, Payload, with_part
-from fedguild.server.method import Method
+from fedguild.server.method import Method, takes_means
 
 MOMENTUM = "server_momentum"
 """The part of a state with v, by the names of the adapter's tensors that have moved."""
@@ -56,5 +56,5 @@ def without_momentum(state: Payload) -> Payload:
 
 
 def takes_steps(method: Method) -> bool:
-    """Returns whether the server may step towards an aggregate, as the method's `is_stepped` says."""
-    return method.is_mean if method.is_stepped is None else method.is_stepped
+    """Returns whether the server can step towards the method's mean."""
+    return takes_means(method) and not method.facts.not_stepped

@@ -29,7 +29,7 @@ from fedguild.server.terms import Upload
 class PrivateMean:
     """The central mechanism of a run, a filter of the server; holds one upload and the sum.
 
-    The method's aggregate is a mean (`Method.is_mean`).
+    The method's aggregate is a mean (`is_client_mean`).
 
     Attributes:
         clip: C.

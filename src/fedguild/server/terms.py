@@ -101,6 +101,13 @@ class Term:
         assert isinstance(self.weight, Tensor)
         return self.spread(self.weight, self.axis)
 
+    @property
+    def holders(self) -> Tensor:
+        """Where this client is a holder of x, bool in a shape that broadcasts to x's: its weight there is positive."""
+        weight = torch.as_tensor(self.broadcast)
+        positive = (weight > 0).reshape([*weight.shape, *[1] * (self.value.dim() - weight.dim())])
+        return positive if self.held is None else positive & self.spread(self.held, self.along)
+
 
 @dataclass(frozen=True)
 class Terms:

@@ -140,6 +140,7 @@ class FedAMoLE(Method):
         not_private="sends embeddings of the clients' examples (method.privacy_eta adds noise that no account covers)",
         has_global_model=False,
         not_linear="it assigns experts by every client's embedding",
+        not_stepped="assigns its experts anew after every round",
     )
     settings: FedAMoLESettings
 

@@ -60,7 +60,6 @@ class FedPTuning(Method):
         costs=RUNNING_MEAN,
         not_private="",  # its uploads are the received adapters, after plain training
     )
-    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns an encoded prompt and no LoRA, the same for every budget."""

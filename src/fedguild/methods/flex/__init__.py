@@ -91,7 +91,6 @@ class Flex(Method):
         not_private=NotPrivate(example="chooses the experts that it grafts by their losses on the examples"),
         needs_float64="compares the experts' outputs",
     )
-    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the shared LoRA and a graft on every MoE layer, with the budget's active experts beside it."""

@@ -105,7 +105,6 @@ class HFedMoe(Method):
         needs_float64="measures the experts' importance",
         not_linear="the sum of the sizes of an expert's users would tell who they are",
     )
-    is_stepped = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget; which experts train is chosen in every step."""

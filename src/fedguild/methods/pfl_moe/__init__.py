@@ -94,7 +94,6 @@ class PflMoe(Method):
         ),
         not_private=NotPrivate(example="trains a personal model and a gate on the same examples"),
     )
-    is_mean = True
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns one LoRA, the same for every budget: in training the two adapters take turns in it."""

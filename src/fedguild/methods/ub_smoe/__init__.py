@@ -175,6 +175,7 @@ class UbSmoe(Method):
         not_private="sends how often a client's tokens used each expert",
         needs_float64="measures its pseudo-gradient",
         told_alike=(ADAPTER, PHI),
+        not_stepped="takes its pseudo-gradient from the step of its adapter",
     )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:

@@ -21,7 +21,7 @@ from fedguild.privacy.secure_sum.graph import FEWEST_CLIENTS
 from fedguild.runs.guarantee import check_privacy
 from fedguild.runs.setup.checks import require_room, require_split
 from fedguild.runs.setup.fitting import budgets_of, fitted, method_of
-from fedguild.server.method import Method, secure_form, starting_rng
+from fedguild.server.method import Method, secure_form, starting_rng, takes_means
 from fedguild.server.optimizer import takes_steps
 
 
@@ -53,16 +53,15 @@ def check_fit(method: Method, config: Config, model: ModelInfo) -> None:
     federation, tiers = config.federation, budgets_of(config, model)
     budgets = list(tiers.values())
     shapes = [adapter_shapes(model, method.plan(model, budget)) for budget in budgets]
-    equal_shapes = all(one == shapes[0] for one in shapes)
     _require_trainables(method, shapes)
     require_split(config, config.evaluation.split)
     _require_mergeable(method, config)
     _require_steps(method, federation)
-    _require_mean(method, federation.aggregator, equal_shapes=equal_shapes)
+    _require_means(method, federation.aggregator)
     if federation.secure:
         _require_secure(method, federation, model, budgets)
     _require_single_uploads(config)
-    check_privacy(method, config, equal_shapes=equal_shapes)
+    check_privacy(method, config, model, budgets)
     require_room(config, generates=config.evaluation.answer_mode == "generation")
     _require_device(method, config)
     _require_beginning(method, config, model, tiers)
@@ -89,9 +88,9 @@ def _require_steps(method: Method, federation: FederationSettings) -> None:
     """Raises ConfigError if the config wants a server's step or momentum with a method that has none."""
     if takes_steps(method) or (federation.server_step, federation.server_momentum) == (1.0, 0.0):
         return
-    reason = f"the aggregate of {method.name} is not a mean towards which the server could take a step"
-    if method.is_mean:
-        reason = f"{method.name} has a server's step of its own"
+    reason = f"{method.name} {method.facts.not_stepped}"
+    if not takes_means(method):
+        reason = f"the aggregate of {method.name} is not a mean towards which the server could take a step"
     raise ConfigError(
         f"federation.server_step is {federation.server_step:g} and federation.server_momentum is "
         f"{federation.server_momentum:g}, but {reason}.",
@@ -100,19 +99,14 @@ def _require_steps(method: Method, federation: FederationSettings) -> None:
     )
 
 
-def _require_mean(method: Method, robust: str, *, equal_shapes: bool) -> None:
-    """Raises ConfigError if the config wants a robust mean but the method's aggregate is not a mean."""
-    if robust == "none" or (method.is_mean and equal_shapes):
-        return
-    reason = (
-        f"the aggregate of {method.name} is not a mean of the clients' adapters, weighted by client alone"
-        if not method.is_mean
-        else "the clients' adapters differ in shape between the budgets"
-    )
-    raise ConfigError(
-        f"federation.aggregator is {robust}, but {reason}.",
-        "Set federation.aggregator=none; federation.norm_factor bounds what one upload can change with every method.",
-    )
+def _require_means(method: Method, robust: str) -> None:
+    """Raises ConfigError if the config wants robust means but the method's server takes none."""
+    if robust != "none" and not takes_means(method):
+        raise ConfigError(
+            f"federation.aggregator is {robust}, but the aggregate of {method.name} is not a mean.",
+            "Set federation.aggregator=none; federation.norm_factor bounds what one upload can change with every "
+            "method.",
+        )
 
 
 def _require_secure(

@@ -7,7 +7,8 @@ import math
 from fedguild.engines.coded import CodedEngine
 from fedguild.runs.setup.experiment import Experiment, run_identity
 from fedguild.server.engine import Engine, FilteredEngine
-from fedguild.server.guard import LARGEST_VALUE, NORM_FACTOR, Finite, Held, NormBound, NotRevoked, RobustMean
+from fedguild.server.guard import LARGEST_VALUE, NORM_FACTOR, Finite, Held, NormBound, NotRevoked
+from fedguild.server.robust import RobustMean
 from fedguild.server.round import Filter
 from fedguild.server.secure_round import SecureAggregation, unnoted
 
