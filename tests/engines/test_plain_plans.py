@@ -19,7 +19,7 @@ def test_every_methods_plan_comes_back_equal(label, olmoe_backbone, llama_backbo
     model = (llama_backbone if case.family == "llama" else olmoe_backbone).info
     method = build_method(label.partition(" ")[0], case.options)
     budget = Budget("all", 2 if model.moe else 0, 2)
-    plan = method.fitted(model, 4, exact=True).plan(model, budget)
+    plan = type(method)(method.settings.fitted(model, 4, exact=True)).plan(model, budget)
     plain = plain_plan(plan)
     json.dumps(plain)
     again = plan_from_plain(plain)

@@ -477,7 +477,7 @@ def deployed(federation: Federation, state: Payload, round: int = 2) -> None:
         for memory in (federation.memory.load(who.name, round + 1), Payload()):
             models.append(client_model(method, excerpt, model, who, memory))
     for deployment in (one for one in models if one is not None):
-        assert method.merges_weights or not deployment.merged
+        assert deployment.plan.merges or not deployment.merged
         shapes = {name: tuple(value.shape) for name, value in deployment.tensors.items()}
         assert shapes == {name: tuple(shape) for name, shape in adapter_shapes(model, deployment.plan).items()}
         with SlotModel(federation.backbone, [deployment.plan]) as slots:

@@ -15,7 +15,8 @@ CLASS = "class"
 
 
 def plain_plan(plan: AdapterPlan) -> dict[str, Any]:
-    return {"parts": tuple(_plain(part) for part in plan.parts), "active_experts": plan.active_experts}
+    parts = tuple(_plain(part) for part in plan.parts)
+    return {"parts": parts, "active_experts": plan.active_experts, "merges": plan.merges}
 
 
 def plan_from_plain(plain: dict[str, Any]) -> AdapterPlan:
@@ -27,7 +28,7 @@ def plan_from_plain(plain: dict[str, Any]) -> AdapterPlan:
     parts = tuple(_restored(part) for part in plain["parts"])
     if unknown := [type(part).__name__ for part in parts if not isinstance(part, AdapterPart)]:
         raise FedGuildError(f"{', '.join(unknown)} is no part of an adapter.")
-    return AdapterPlan(parts, plain["active_experts"])
+    return AdapterPlan(parts, plain["active_experts"], plain["merges"])
 
 
 def _plain(value: Any) -> Any:

@@ -32,7 +32,7 @@ from fedguild.core.payload import Payload
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import RUNNING_MEAN, Facts, Method
-from fedguild.server.settings import AveragingSettings, averaging_plan, fitting_averaging_defaults
+from fedguild.server.settings import AveragingSettings, averaging_plan
 
 
 class FedAvgSettings(AveragingSettings):
@@ -48,10 +48,6 @@ class FedAvg(Method):
         costs=RUNNING_MEAN,
         not_private="",  # its uploads are the received adapters, after plain training
     )
-
-    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
-        """Returns the method with LoRA on attention in place of gates and experts if the model is dense."""
-        return self.with_options(**fitting_averaging_defaults(self.settings, model))
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the same plan for every budget."""

@@ -84,16 +84,11 @@ class FedExLoRA(Method):
     )
     settings: FedExLoRASettings
 
-    @property
-    def merges_weights(self) -> bool:
-        """Returns True: every round is merged."""
-        return True
-
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts."""
         settings = self.settings
         lora = settings.lora
-        return AdapterPlan((lora,), active_experts_of(model, budget))
+        return AdapterPlan((lora,), active_experts_of(model, budget), merges=True)
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1."""

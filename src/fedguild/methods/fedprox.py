@@ -38,7 +38,7 @@ from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import RUNNING_MEAN, Facts, Method
-from fedguild.server.settings import AveragingSettings, averaging_plan, fitting_averaging_defaults
+from fedguild.server.settings import AveragingSettings, averaging_plan
 
 
 class FedProxSettings(AveragingSettings):
@@ -56,10 +56,6 @@ class FedProx(Method):
         costs=RUNNING_MEAN,
         not_private="",  # its uploads are the received adapters, after plain training
     )
-
-    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
-        """Returns the method with LoRA on attention in place of gates and experts if the model is dense."""
-        return self.with_options(**fitting_averaging_defaults(self.settings, model))
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns the same plan for every budget."""

@@ -71,14 +71,9 @@ class Flora(Method):
     )
     settings: FloraSettings
 
-    @property
-    def merges_weights(self) -> bool:
-        """Returns True: every round is merged."""
-        return True
-
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""
-        return AdapterPlan((self.settings.lora_of(budget.rank, self.scale_of(budget)),))
+        return AdapterPlan((self.settings.lora_of(budget.rank, self.scale_of(budget)),), merges=True)
 
     def scale_of(self, budget: Budget) -> float:
         """Returns s_c."""

@@ -93,14 +93,10 @@ class Florist(Method):
     )
     settings: FloristSettings
 
-    @property
-    def merges_weights(self) -> bool:
-        """Whether line 8 merges the pair, which `next_round: truncate` does not."""
-        return self.settings.next_round != "truncate"
-
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""
-        return AdapterPlan((self.settings.lora_of(budget.rank, self.scale_of(budget)),))
+        lora = self.settings.lora_of(budget.rank, self.scale_of(budget))
+        return AdapterPlan((lora,), merges=self.settings.next_round != "truncate")
 
     def scale_of(self, budget: Budget) -> float:
         """Returns s_c."""

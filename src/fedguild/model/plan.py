@@ -29,10 +29,12 @@ class AdapterPlan:
         parts: The parts of the adapter, at most one of a kind. They attach in this order, and their tensors are listed
             and drawn in this order.
         active_experts: Active experts per token, k_i; None keeps the model's own.
+        merges: Whether what is trained is added to the backbone's own weights, which then cannot be in 4 bit.
     """
 
     parts: tuple[AdapterPart, ...]
     active_experts: int | None = None
+    merges: bool = False
 
     def __post_init__(self) -> None:
         if self.active_experts is not None and self.active_experts < 1:

@@ -31,10 +31,9 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import BaseModel
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
@@ -50,7 +49,7 @@ from fedguild.model.plan import AdapterPlan, adapter_shapes, initial_adapter, tr
 from fedguild.model.shapes_only import ShapesOnly
 from fedguild.privacy.secure_sum.form import Form
 from fedguild.server.schema import Schema, entries
-from fedguild.server.settings import fitting_defaults
+from fedguild.server.settings import MethodSettings
 from fedguild.server.terms import Means, RunningMeans, Terms, Upload, form_of, mean
 
 
@@ -207,7 +206,7 @@ class Method(ABC):
 
     name: ClassVar[str]
     title: ClassVar[str]
-    Settings: ClassVar[type[BaseModel]]
+    Settings: ClassVar[type[MethodSettings]]
     facts: ClassVar[Facts] = Facts()
     settings: Any
 
@@ -327,22 +326,6 @@ class Method(ABC):
 
     # The federation
 
-    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Method:
-        """Returns the method as it runs on this model in a federation; called before data or weights are read.
-
-        An option that the config sets (`settings.model_fields_set`) is kept or refused; one left at its default may be
-        replaced by a value that fits. By default this is done for targets that the model does not have.
-
-        Args:
-            model: The backbone's description.
-            clients: The number of clients.
-            exact: Whether payloads arrive as they were sent, bit for bit (`federation.wire_dtype` fp32).
-
-        Raises:
-            ConfigError: the method's options do not fit.
-        """
-        return self.with_options(**fitting_defaults(self.settings, model))
-
     def privacy_refusal(self, unit: Unit) -> str:
         """Returns why the method cannot run with differential privacy of a unit; empty if it can.
 
@@ -356,15 +339,6 @@ class Method(ABC):
         """
         reason = self.facts.not_private
         return reason if isinstance(reason, str) else str(getattr(reason, unit))
-
-    @property
-    def merges_weights(self) -> bool:
-        """Whether its rounds are added to the backbone's own weights, which then cannot be in 4 bit."""
-        return False
-
-    def with_options(self, **changes: Any) -> Self:
-        """Returns the method with other values for some options, or the method itself if there are none."""
-        return type(self)(self.settings.model_copy(update=changes)) if changes else self
 
     def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
         """Returns the state before the first round, given the state from `start` and the clients.

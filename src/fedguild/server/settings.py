@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -60,6 +60,24 @@ class MethodSettings(BaseModel):
     """A method's options: unknown keys are refused, and values never change after validation."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Self:
+        """Returns the options as the method runs with them; called before data or weights are read.
+
+        An option that the config sets (`model_fields_set`) is kept or refused; one left at its default may be replaced
+        by a value that fits. By default this is done for targets that the model does not have.
+
+        Args:
+            model: The backbone's description.
+            clients: The number of clients.
+            exact: Whether payloads arrive as they were sent, bit for bit (`federation.wire_dtype` fp32).
+
+        Raises:
+            ConfigError: the options do not fit.
+        """
+        defaults: tuple[str, ...] = getattr(self, "targets", ())
+        targets = defaults if "targets" in self.model_fields_set else fitting_targets(model, defaults)
+        return self if targets == defaults else self.model_copy(update={"targets": targets})
 
 
 class LoraSettings(MethodSettings):
@@ -173,16 +191,6 @@ def scale_by_rank(scale: Literal["common", "own"] | float, alpha: float, highest
     return alpha / highest if scale == "common" else scale
 
 
-def fitting_defaults(settings: BaseModel, model: ModelInfo) -> dict[str, Any]:
-    """Returns option -> value of the options left at a default that does not fit this model: the targets.
-
-    Values that a config sets are kept.
-    """
-    defaults: tuple[str, ...] = getattr(settings, "targets", ())
-    targets = defaults if "targets" in settings.model_fields_set else fitting_targets(model, defaults)
-    return {} if targets == defaults else {"targets": targets}
-
-
 class AveragingSettings(MethodSettings):
     """Options of plain averaging (FedAvg, FedProx): how gates and experts train, and other layers with LoRA."""
 
@@ -202,16 +210,13 @@ class AveragingSettings(MethodSettings):
         False, description="whether a client's own model is the one that it trained, before the average"
     )
 
-
-def fitting_averaging_defaults(settings: AveragingSettings, model: ModelInfo) -> dict[str, Any]:
-    """Returns option -> value of the options left at a default that does not fit a dense model.
-
-    There LoRA on attention takes the place of gates and experts, unless `targets` says otherwise.
-    """
-    if model.moe:
-        return {}
-    fitting = {"gate": "none", "experts": "none", "targets": ("attention",)}
-    return {name: value for name, value in fitting.items() if name not in settings.model_fields_set}
+    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Self:
+        """On a dense model LoRA on attention takes the place of gates and experts, unless `targets` says otherwise."""
+        if model.moe:
+            return self
+        fitting = {"gate": "none", "experts": "none", "targets": ("attention",)}
+        changes = {name: value for name, value in fitting.items() if name not in self.model_fields_set}
+        return self.model_copy(update=changes) if changes else self
 
 
 def averaging_plan(model: ModelInfo, settings: AveragingSettings) -> AdapterPlan:

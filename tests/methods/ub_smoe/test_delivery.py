@@ -143,5 +143,5 @@ def test_with_a_codec_that_rounds_the_buffer_is_sent_to_all(
 
 def test_fp32_leaves_the_setting_alone(olmoe_backbone: Backbone) -> None:
     method, model = ub_smoe(), olmoe_backbone.info
-    assert method.fitted(model, 4, exact=True) is method
-    assert method.fitted(model, 4, exact=False).settings.send_pseudo_gradient == "always"
+    assert method.settings.fitted(model, 4, exact=True) is method.settings
+    assert method.settings.fitted(model, 4, exact=False).send_pseudo_gradient == "always"

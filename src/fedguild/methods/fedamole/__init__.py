@@ -45,7 +45,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field
@@ -74,7 +74,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, ServerCosts
 from fedguild.server.schema import Entry, Schema, entries
-from fedguild.server.settings import Alpha, MethodSettings, fitting_defaults
+from fedguild.server.settings import Alpha, MethodSettings
 from fedguild.server.terms import Means, Terms, Upload, mean
 
 POOL = "pool"
@@ -125,6 +125,44 @@ class FedAMoLESettings(MethodSettings):
         None, gt=0, description="norm that noisy embeddings are clipped to; null: each one's own norm before the noise"
     )
 
+    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Self:
+        """Takes targets that the model has, and a k^c and an E that allow an assignment.
+
+        Raises:
+            ConfigError: E, k^e, k^c and b, as far as the config sets them, allow none.
+        """
+        given, settings = self.model_fields_set, super().fitted(model, clients, exact=exact)
+        if clients < settings.clients_per_expert and "clients_per_expert" not in given:
+            settings = settings.model_copy(update={"clients_per_expert": clients})
+        experts = settings.rules(clients).feasible_experts(clients, settings.experts)
+        if experts != settings.experts and "experts" not in given:
+            settings = settings.model_copy(update={"experts": experts})
+        settings.mixture()
+        settings.rules(clients).require_feasible(clients, settings.experts)
+        return settings
+
+    def mixture(self, held: Held = ()) -> MixtureOfLora:
+        """Returns the plan's mixture, for training or for a client that holds these experts."""
+        return MixtureOfLora(
+            targets=self.targets,
+            rank=self.rank,
+            scale=self.alpha / self.rank,
+            experts=self.experts,
+            capacity=min(self.experts_per_client, self.experts),
+            top_k=self.active_experts,
+            shared=self.shared_expert,
+            router=self.router,
+            score_scale=self.score_scale,
+            renormalise=self.renormalise,
+            dropout=self.dropout,
+            held=held,
+        )
+
+    def rules(self, clients: int) -> AssignmentRules:
+        """Returns k^e, b and k^c for this number of clients."""
+        rules = AssignmentRules(self.active_experts, self.experts_per_client, self.clients_per_expert)
+        return rules.scaled(clients, self.experts) if self.scale_clients_per_expert else rules
+
 
 class FedAMoLE(Method):
     """Mixtures of LoRA experts, assigned to clients by relevance; see the module's docstring."""
@@ -144,47 +182,13 @@ class FedAMoLE(Method):
     )
     settings: FedAMoLESettings
 
-    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> FedAMoLE:
-        """Returns the method with targets that the model has, and with k^c and E that allow an assignment.
-
-        Raises:
-            ConfigError: E, k^e, k^c and b, as far as the config sets them, allow none.
-        """
-        method = self.with_options(**fitting_defaults(self.settings, model))
-        if clients < method.settings.clients_per_expert and "clients_per_expert" not in self.settings.model_fields_set:
-            method = method.with_options(clients_per_expert=clients)
-        experts = method.rules(clients).feasible_experts(clients, method.settings.experts)
-        if experts != method.settings.experts and "experts" not in self.settings.model_fields_set:
-            method = method.with_options(experts=experts)
-        method.mixture()
-        method.rules(clients).require_feasible(clients, method.settings.experts)
-        return method
-
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns a mixture with room for b experts on every target, whatever the budget."""
-        return AdapterPlan((self.mixture(),))
-
-    def mixture(self, held: Held = ()) -> MixtureOfLora:
-        """Returns the plan's mixture, for training or for a client that holds these experts."""
-        settings = self.settings
-        return MixtureOfLora(
-            targets=settings.targets,
-            rank=settings.rank,
-            scale=settings.alpha / settings.rank,
-            experts=settings.experts,
-            capacity=min(settings.experts_per_client, settings.experts),
-            top_k=settings.active_experts,
-            shared=settings.shared_expert,
-            router=settings.router,
-            score_scale=settings.score_scale,
-            renormalise=settings.renormalise,
-            dropout=settings.dropout,
-            held=held,
-        )
+        return AdapterPlan((self.settings.mixture(),))
 
     def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
         """Line 1 without the assignment, which `enroll` makes."""
-        mixture = self.mixture()
+        mixture = self.settings.mixture()
         pooled = replace(mixture, capacity=self.settings.experts)
         tensors = {name: mixture.initial(name, shape, rng) for name, shape in pooled.shapes(model).items()}
         return Pool.new(tensors, self.settings.rank if self.invariant else None, new_seed(rng)).state()
@@ -277,13 +281,7 @@ class FedAMoLE(Method):
     def assigned(self, pool: Pool, scores: Tensor) -> dict[str, Tensor]:
         """Returns module -> D [C, E] by scores [modules, C, E] (lines 9 and 10)."""
         probability = selection_probability(scores)
-        return dict(zip(pool.modules, assign_experts(probability, self.rules(pool.clients)), strict=True))
-
-    def rules(self, clients: int) -> AssignmentRules:
-        """Returns k^e, b and k^c for this number of clients."""
-        settings = self.settings
-        rules = AssignmentRules(settings.active_experts, settings.experts_per_client, settings.clients_per_expert)
-        return rules.scaled(clients, settings.experts) if settings.scale_clients_per_expert else rules
+        return dict(zip(pool.modules, assign_experts(probability, self.settings.rules(pool.clients)), strict=True))
 
     def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
         """Returns the names and shapes of the download's tensors, with the client's h^t and its experts' h^e."""
@@ -303,12 +301,12 @@ class FedAMoLE(Method):
         if own is GLOBAL:
             return None
         latest = own.model if own.model.tensors else state
-        mixture = self.mixture(tuple(held_experts(latest.part(EXPERTS)).items()))
+        mixture = self.settings.mixture(tuple(held_experts(latest.part(EXPERTS)).items()))
         return Deployment(AdapterPlan((mixture,)), client_trainables(latest, mixture.capacity))
 
     def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
         """Returns P of the last module (Figure 8), experts per client, share kept, client 0's (Table 6), and drift."""
-        pool, modules = Pool.of(state), [linear.name for linear in self.mixture().linears(model)]
+        pool, modules = Pool.of(state), [linear.name for linear in self.settings.mixture().linears(model)]
         return observations(pool, selection_probability(self.relevance(pool)), modules)
 
     @property

@@ -42,7 +42,7 @@ Beside the algorithm: the figures of a round are in observations.py, the measure
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, Self
 
 import torch
 from pydantic import Field, ValidationInfo, field_validator
@@ -158,6 +158,10 @@ class UbSmoeSettings(LoraSettings):
         if phi_max < known.data.get("phi_min", phi_max):
             raise ValueError(f"must be at least phi_min, {known.data['phi_min']}")
         return phi_max
+
+    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Self:
+        """Sends G~ to all clients if Theta is rounded, which hides small moves."""
+        return self if exact else self.model_copy(update={"send_pseudo_gradient": "always"})
 
 
 class UbSmoe(Method):
@@ -347,10 +351,6 @@ class UbSmoe(Method):
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the global Theta and phi with the budget's K."""
         return Deployment(self.plan(model, budget), {**state.part(ADAPTER), **state.part(PHI)})
-
-    def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> UbSmoe:
-        """Returns itself, or a method that sends G~ to all clients if Theta is rounded, which hides small moves."""
-        return self if exact else self.with_options(send_pseudo_gradient="always")
 
     def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
         """Returns figures of the experts' utilisation in the round, of phi's response to it, and of G~'s quality."""

@@ -32,7 +32,8 @@ def fitted(method: Method, config: Config, model: ModelInfo) -> Method:
     if method.facts.needs_experts:
         model.require_experts(method.title)
     federation = config.federation
-    return method.fitted(model, federation.clients, exact=federation.wire_dtype == "fp32")
+    settings = method.settings.fitted(model, federation.clients, exact=federation.wire_dtype == "fp32")
+    return method if settings is method.settings else type(method)(settings)
 
 
 def budgets_of(config: Config, model: ModelInfo) -> dict[str, Budget]:

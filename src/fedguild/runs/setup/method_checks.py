@@ -13,7 +13,7 @@ from fedguild.core.payload import Payload
 from fedguild.engines.torchrun import torchrun_ranks
 from fedguild.model.backbone import describe_config, is_at_hand
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import adapter_shapes
+from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.shapes_only import ShapesOnly
 from fedguild.privacy.secure_sum.fixed_point import MOST_CLIENTS
 from fedguild.privacy.secure_sum.form import require_disclosure
@@ -52,10 +52,10 @@ def check_fit(method: Method, config: Config, model: ModelInfo) -> None:
     """
     federation, tiers = config.federation, budgets_of(config, model)
     budgets = list(tiers.values())
-    shapes = [adapter_shapes(model, method.plan(model, budget)) for budget in budgets]
-    _require_trainables(method, shapes)
+    plans = [method.plan(model, budget) for budget in budgets]
+    _require_trainables(method, [adapter_shapes(model, plan) for plan in plans])
     require_split(config, config.evaluation.split)
-    _require_mergeable(method, config)
+    _require_mergeable(method, config, plans)
     _require_steps(method, federation)
     _require_means(method, federation.aggregator)
     if federation.secure:
@@ -76,8 +76,8 @@ def _require_trainables(method: Method, shapes: Sequence[Mapping[str, tuple[int,
         )
 
 
-def _require_mergeable(method: Method, config: Config) -> None:
-    if method.merges_weights and config.model.load_in_4bit:
+def _require_mergeable(method: Method, config: Config, plans: Sequence[AdapterPlan]) -> None:
+    if config.model.load_in_4bit and any(plan.merges for plan in plans):
         raise ConfigError(
             f"{method.name} adds its rounds to the backbone's weights, which model.load_in_4bit keeps in 4 bit.",
             "Set model.load_in_4bit=false, or choose a method that merges nothing.",
