@@ -103,11 +103,9 @@ def test_a_config_alone_is_described_too():
     assert info.moe == backbone_of("granitemoe").info.moe
 
 
-def test_without_the_package_the_architecture_is_refused():
-    with pytest.raises(
-        ModelError, match=r"'flex_olmo' models \(FlexOlmoExperts\).*\nSupported.*: deepseek_v2, .*olmoe"
-    ):
-        backbone_of("flex_olmo")
+def test_without_the_package_experts_cannot_be_adapted():
+    with pytest.raises(ModelError, match=r"family 'flex_olmo' of.* has no description.*\n.*deepseek_v2, .*olmoe"):
+        backbone_of("flex_olmo").info.require_experts("FLAME")
 
 
 @pytest.mark.usefixtures("more_families")

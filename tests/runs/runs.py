@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -36,12 +37,12 @@ SETTINGS = (
 """Two clients can run 4 active experts, two of them 1."""
 
 
-def save_model(folder: Path, family: str = "olmoe", **changes: Any) -> Path:
+def save_model(folder: Path, family: str = "olmoe", make: Callable[..., Any] = tiny_model, **changes: Any) -> Path:
     """Writes a random model of a family with a byte-level tokenizer, as a folder of the hub."""
     tokenizer = train_tokenizer(["The quick brown fox."])
     tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024, "initializer_range": 0.2}
-    tiny_model(family, **{**sizes, **tokens, **changes}).save_pretrained(folder)
+    make(family, **{**sizes, **tokens, **changes}).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

@@ -38,11 +38,14 @@ from fedguild.server.method import Deployment
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+_WITHOUT_OUT_PROJ = {"falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"}
+"""peft 0.21's `_check_lora_target_modules_mamba`: kernels for training read this layer's weight past its adapter."""
 
 
 def obstacle(model: ModelInfo, deployment: Deployment) -> str:
     """Returns why an adapter alone cannot carry this deployment; empty if it can."""
     beyond, changed = beyond_weights(deployment.plan), changed_weights(model, deployment.plan)
+    adapted = adapted_weights(model, deployment.plan)
     if beyond:
         return f"it trains more than LoRA, namely {', '.join(beyond)}"
     if changed:
@@ -60,6 +63,8 @@ def obstacle(model: ModelInfo, deployment: Deployment) -> str:
     scales = [scale for scale in output_scales(model, deployment).values() if scale != 1.0]
     if scales:
         return f"it scales the output of the experts, by {min(scales):.3g} to {max(scales):.3g}"
+    if model.family in _WITHOUT_OUT_PROJ and any(weight.endswith(".out_proj.weight") for weight in adapted):
+        return f"peft refuses the targets out_proj of '{model.family}' models"
     return ""
 
 
@@ -95,7 +100,9 @@ def write_adapter(
 def peft_config(model: ModelInfo, plan: AdapterPlan, *, base: str, revision: str | None = None) -> dict[str, Any]:
     weights = adapted_weights(model, plan)
     linears = [name for name in weights if not _is_parameter(model, name)]
-    modules = [_in_layer(module) for name in linears for module in _modules(model, name)]
+    adapted = {module for name in linears for module in _modules(model, name)}
+    others = {_in_layer(linear.name) for linear in model.linears if linear.name not in adapted}
+    modules = [module if _in_layer(module) in others else _in_layer(module) for module in adapted]
     parameters = [_in_layer(name) for name in weights if _is_parameter(model, name)]
     alpha = plan.lora.scale * plan.lora.rank
     fused = {_leaf(name): len(parts) for name, parts in weights.items() if len(parts) > 1}
@@ -150,8 +157,9 @@ def _is_parameter(model: ModelInfo, weight: str) -> bool:
     experts, dense layers) are, but peft takes the names of their projections for the experts'
     (`utils/transformers_weight_conversion.py`, `_MOE_TARGET_MODULE_MAPPING`).
     """
-    attention = {f"{linear.name}.weight" for linear in model.linears if linear.group == "attention"}
-    return bool(model.moe) and not FAMILIES.load(model.family).linear and weight not in attention
+    mixing = {f"{linear.name}.weight" for linear in model.linears if linear.group != "mlp"}
+    experts = bool(model.undescribed) or (bool(model.moe) and not FAMILIES.load(model.family).linear)
+    return experts and weight not in mixing
 
 
 def _wrapper(weight: str) -> str:

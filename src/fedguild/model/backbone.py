@@ -21,10 +21,12 @@ from fedguild.model.families import FAMILIES
 from fedguild.model.four_bit import four_bit_options, quantise_experts
 from fedguild.model.frozen_linear import speed_up_frozen_linears
 from fedguild.model.heap import keep_freed_pages
-from fedguild.model.info import LinearInfo, ModelInfo
+from fedguild.model.info import ModelInfo
 from fedguild.model.kernels.fused import fuse
 from fedguild.model.known import find_known, known_models
-from fedguild.model.moe.family import Family, moe_blocks, moe_layers
+from fedguild.model.linears import adaptable_linears
+from fedguild.model.moe.family import Family, moe_layers
+from fedguild.model.moe.undescribed import undescribed_moe
 from fedguild.model.moe.view import MoeLayer
 from fedguild.model.packaged import EMBEDDED, PACKAGED
 from fedguild.model.packed_rows import allow_packing
@@ -35,8 +37,6 @@ from fedguild.model.sharding import shard
 from fedguild.model.weight_changes import merged
 from fedguild.model.weight_files import LoadingReport, check_weights
 
-_ATTENTION = {"self_attn", "attn", "SelfAttention", "EncDecAttention"}
-"""Names of attention in a module path."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
 
@@ -162,8 +162,8 @@ def load_backbone(
         dtype: `auto` (bf16 on a GPU, fp32 on a CPU), float32, bfloat16 or float16.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
         load_in_4bit: Whether to keep the frozen linear layers and experts in 4 bit (needs a GPU and bitsandbytes).
-        attention: transformers' attention implementation; `sdpa` means `eager` for encoder-decoder models, whose
-            position biases transformers cannot pass to sdpa.
+        attention: transformers' attention implementation; `sdpa` means `eager` for models that sdpa cannot run, such as
+            gpt-oss with its attention sinks, and for encoder-decoder models with their position biases.
         trust_remote_code: Whether the hub's own model code may run.
         gradient_checkpointing: Whether to recompute activations in the backward pass.
         packing: Whether to pack rows without their padding, if the model's attention allows it.
@@ -185,16 +185,15 @@ def load_backbone(
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = read_config(path, **options)
     tokenizer = load_tokenizer(path, **options)
-    if config.is_encoder_decoder and attention == "sdpa":
-        attention = "eager"
+    kernel = attention_kernel(attention, encoder_decoder=config.is_encoder_decoder)
     if ranks is not None and ranks.rank > 0:  # rank 0 reads the weights for all
-        model = _without_weights(config, trust_remote_code, dtype=kind, attn_implementation=attention)
+        model = _without_weights(config, trust_remote_code, dtype=kind, attn_implementation=kernel)
     else:
         with loading(path):
             model, report = auto_class(config).from_pretrained(
                 source_of(path),
                 dtype=kind,
-                attn_implementation=attention,
+                attn_implementation=kernel,
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
                 **options,
@@ -245,6 +244,13 @@ def later_backbone(
     _require_padding(tokenizer)
     where = torch.device(device.partition(":")[0]) if device != "auto" else pick_device(device)
     return LaterBackbone(info, tokenizer, where, pick_dtype(dtype, where), load)
+
+
+def attention_kernel(attention: str, *, encoder_decoder: bool) -> str | None:
+    """Returns the implementation to ask transformers for; None, its own choice, is sdpa where the model supports it."""
+    if attention != "sdpa":
+        return attention
+    return "eager" if encoder_decoder else None
 
 
 def straight_to(device: torch.device) -> dict[str, Any]:
@@ -309,10 +315,13 @@ def make_backbone(
     if family and layers:
         family.attach(model, layers)
     info = describe(model, name, layers)
+    if info.undescribed and model.dtype is torch.float64:
+        model.set_experts_implementation("eager")  # transformers' grouped products lack fp64
     fuse(model, next(model.parameters()).device if ranks is None else ranks.device, model.dtype)
     if getattr(model, "is_loaded_in_4bit", False):
         quantise_experts(layer.experts for layer in layers)
-    packs = allow_packing(model) and packing and all(layer.capacity is None for layer in layers)
+    recurrent = any(linear.group == "mixer" for linear in info.linears)
+    packs = not recurrent and allow_packing(model) and packing and all(layer.capacity is None for layer in layers)
     dtype = model.dtype
     if ranks is not None:
         shard(model, list(_checkpointed_layers(model)), ranks)
@@ -347,12 +356,8 @@ def describe(model: Any, name: str, layers: list[MoeLayer]) -> ModelInfo:
     config = model.config.get_text_config()
     seq2seq = _seq2seq(config)
     head = model.get_output_embeddings()
-    routers = {layer.info.router for layer in layers}
-    linears = []
-    for path, module in model.named_modules():
-        if isinstance(module, nn.Linear) and module is not head and path not in routers:
-            group = "attention" if _ATTENTION & set(path.split(".")) else "mlp"
-            linears.append(LinearInfo(path, group, module.in_features, module.out_features))  # type: ignore[arg-type]
+    undescribed = () if layers else undescribed_moe(model)
+    routed = {layer.info.router for layer in layers}.union(*(block.linears for block in undescribed))
     return ModelInfo(
         name=name,
         family=str(model.config.model_type),
@@ -360,9 +365,11 @@ def describe(model: Any, name: str, layers: list[MoeLayer]) -> ModelInfo:
         layers=int(config.num_hidden_layers) + int(config.num_decoder_layers if seq2seq else 0),
         vocabulary=int(head.weight.shape[0]),
         parameters=model.num_parameters(),
-        linears=tuple(linears),
+        linears=adaptable_linears(model, routed),
         moe=tuple(layer.info for layer in layers),
         seq2seq=seq2seq,
+        undescribed=undescribed,
+        described_families=tuple(FAMILIES) if undescribed else (),
     )
 
 
@@ -433,11 +440,6 @@ def _prepared(model: Any) -> Family | None:
         family = FAMILIES.load(name)
         family.prepare(model)
         return family
-    for _, block in moe_blocks(model):
-        raise ModelError(
-            f"The experts of '{name}' models ({type(block.experts).__name__}) are not supported.",
-            f"Supported mixture-of-experts families: {', '.join(FAMILIES)}.",
-        )
     return None
 
 

@@ -11,16 +11,17 @@ from typing import Literal
 from fedguild.core.errors import ConfigError, ModelError
 from fedguild.data.batches import Seq2Seq
 
+Group = Literal["attention", "mixer", "mlp"]
 Routing = Literal["softmax", "sigmoid", "groups"]
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
 class LinearInfo:
-    """A linear layer: its module path, its group (`attention` or `mlp`) and its two widths."""
+    """A linear layer: its module path, its group (`model/linears.py`) and its two widths."""
 
     name: str
-    group: Literal["attention", "mlp"]
+    group: Group
     inputs: int
     outputs: int
 
@@ -56,6 +57,34 @@ class MoeInfo:
 
 
 @dataclass(frozen=True)
+class UndescribedMoe:
+    """A mixture of experts of a family without a description: frozen, and not adaptable.
+
+    Attributes:
+        name: Module path of the block.
+        num_experts: Experts that the router chooses from, and `top_k`, those that a token uses; None if the config
+            names neither in a known way.
+        expert_parameters: Parameters of all its experts.
+        router_parameters: Parameters of its router.
+        linears: Linear layers in its router and experts, which are no adapter's target.
+    """
+
+    name: str
+    num_experts: int | None
+    top_k: int | None
+    expert_parameters: int
+    router_parameters: int
+    linears: tuple[str, ...] = ()
+
+    @property
+    def active_parameters(self) -> int:
+        """Expert parameters that a token uses; all of them if the config does not say how many experts that are."""
+        if self.num_experts is None or self.top_k is None:
+            return self.expert_parameters
+        return self.expert_parameters * min(self.top_k, self.num_experts) // self.num_experts
+
+
+@dataclass(frozen=True)
 class ModelInfo:
     """The description of a backbone that planning, validation and cost accounting need.
 
@@ -69,6 +98,8 @@ class ModelInfo:
         linears: Every linear layer that an adapter may target, in module order.
         moe: Every mixture-of-experts layer, in module order; empty for a dense model.
         seq2seq: The input form of an encoder-decoder model; None for a causal model.
+        undescribed: The mixtures of experts of a family without a description, in place of `moe`; with them
+            `described_families`, for messages: those that have one.
     """
 
     name: str
@@ -80,6 +111,13 @@ class ModelInfo:
     linears: tuple[LinearInfo, ...]
     moe: tuple[MoeInfo, ...] = ()
     seq2seq: Seq2Seq | None = None
+    undescribed: tuple[UndescribedMoe, ...] = ()
+    described_families: tuple[str, ...] = ()
+
+    @property
+    def active_by_config(self) -> set[int]:
+        """Active experts per token of a family without a description, where its config names them."""
+        return {moe.top_k for moe in self.undescribed if moe.top_k is not None}
 
     @property
     def top_k(self) -> int:
@@ -87,7 +125,14 @@ class ModelInfo:
         return self.moe[0].top_k if self.moe else 0
 
     def require_experts(self, who: str) -> None:
-        """Raises ModelError if the model is dense but `who` needs experts."""
+        """Raises ModelError if the model is dense, or its family has no description, but `who` needs experts."""
+        if self.undescribed:
+            raise ModelError(
+                f"{who} needs routers and experts, but the family '{self.family}' of {self.name} has no description of "
+                "its own: they run frozen, as transformers has them.",
+                f"Choose a model of a family with a description ({', '.join(self.described_families)}), or what needs "
+                "neither, for example fedit with method.targets=[attention].",
+            )
         if not self.moe:
             raise ModelError(
                 f"{who} needs a mixture-of-experts model, but {self.name} ({self.family}) has no experts.",
@@ -121,7 +166,7 @@ class ModelInfo:
             who: The name of the caller for the message.
 
         Raises:
-            ModelError: the model is dense.
+            ModelError: the model is dense, or its family has no description.
             ConfigError: the number is not from 1 to the model's own.
         """
         self.require_experts(who)

@@ -1,7 +1,8 @@
 """Adapter targets: the layers of a model that a plan's targets name.
 
-A target is the leaf name of linear layers (`q_proj`), the group `attention` or `mlp` (dense MLPs and
-shared experts), `router`, or `experts` (every projection of every expert).
+A target is the leaf name of linear layers (`q_proj`), a group of them (`model/linears.py`: `attention`; `mixer`, the
+other token mixers of hybrid models; `mlp`, dense MLPs and shared experts), `router`, or `experts` (every projection of
+every expert). Routers and experts of a family without a description are no target's, under no name.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ def targeted_linears(model: ModelInfo, targets: tuple[str, ...]) -> tuple[Linear
 
     Raises:
         ConfigError: a target names no layer of this model.
+        ModelError: a target needs routers or experts, and the model's family has no description.
     """
+    if model.undescribed and (wanted := [target for target in MOE_TARGETS if target in targets]):
+        model.require_experts(f"LoRA on {' and '.join(wanted)}")
     chosen, used = [], set()
     for linear in model.linears:
         hits = {linear.group, leaf(linear.name)} & set(targets)
@@ -28,9 +32,10 @@ def targeted_linears(model: ModelInfo, targets: tuple[str, ...]) -> tuple[Linear
     missing = unknown or sorted(set(MOE_TARGETS) & set(targets) if not model.moe else ())
     if missing:
         known = sorted({leaf(linear.name) for linear in model.linears})
+        groups = sorted({linear.group for linear in model.linears})
         raise ConfigError(
             f"LoRA target(s) {', '.join(missing)} name no layer of {model.name} ({model.family}).",
-            f"Known: {', '.join(['attention', 'mlp', *(MOE_TARGETS if model.moe else ()), *known])}.",
+            f"Known: {', '.join([*groups, *(MOE_TARGETS if model.moe else ()), *known])}.",
         )
     return tuple(chosen)
 
@@ -52,15 +57,17 @@ def targeted_shapes(model: ModelInfo, targets: tuple[str, ...]) -> dict[str, tup
 def fitting_targets(model: ModelInfo, defaults: tuple[str, ...]) -> tuple[str, ...]:
     """Returns those of a method's default targets that this model has.
 
-    For a dense model, `router` and `experts` are left out. If its linear layers have other names than the default
-    targets, all of attention is used instead.
+    For a dense model, or one of a family without a description, `router` and `experts` are left out. If its linear
+    layers have other names than the default targets, all of attention is used instead, and of a model without attention
+    all other token mixers.
     """
-    known = {"attention", *(name for linear in model.linears for name in (linear.group, leaf(linear.name)))}
+    known = {name for linear in model.linears for name in (linear.group, leaf(linear.name))}
     linear = tuple(target for target in defaults if target not in MOE_TARGETS)
     moe = tuple(target for target in defaults if target in MOE_TARGETS and model.moe)
     if known.issuperset(linear) and len(linear + moe) == len(defaults):
         return defaults
-    return (linear if linear and known.issuperset(linear) else ("attention",)) + moe
+    mixing = "attention" if any(each.group == "attention" for each in model.linears) else "mixer"
+    return (linear if linear and known.issuperset(linear) else (mixing,)) + moe
 
 
 def leaf(name: str) -> str:

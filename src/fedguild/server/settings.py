@@ -211,10 +211,10 @@ class AveragingSettings(MethodSettings):
     )
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Self:
-        """On a dense model LoRA on attention takes the place of gates and experts, unless `targets` says otherwise."""
+        """Without experts that can be adapted, LoRA on attention takes their place, unless `targets` says otherwise."""
         if model.moe:
             return self
-        fitting = {"gate": "none", "experts": "none", "targets": ("attention",)}
+        fitting = {"gate": "none", "experts": "none", "targets": fitting_targets(model, ("attention",))}
         changes = {name: value for name, value in fitting.items() if name not in self.model_fields_set}
         return self.model_copy(update=changes) if changes else self
 
@@ -231,6 +231,8 @@ def averaging_plan(model: ModelInfo, settings: AveragingSettings) -> AdapterPlan
             "method.gate and method.experts set how they train; `targets` names other layers, for example [attention].",
         )
     if not model.moe and (settings.gate, settings.experts) != ("none", "none"):
+        if model.undescribed:
+            model.require_experts("Training gates and experts (method.gate, method.experts)")
         raise ConfigError(
             f"method.gate and method.experts need experts, but {model.name} ({model.family}) is dense.",
             "Set method.gate=none method.experts=none, and method.targets to layers for LoRA, such as [attention].",

@@ -7,7 +7,8 @@ The adapter consists of the tensors of `adapter_shapes`; those of `trainable_sha
 layer's experts is used by a token in its active experts only. Every other value is multiplied with every token once.
 That holds for matrices: LoRA's factors, and the changes D of experts and routers trained in full, whose product D x is
 computed in addition to the frozen W x. A part's scalars and vectors are counted as if they were matrices, which adds
-little.
+little. Experts of a family without a description count as far as its config says how many of them a token uses, else
+all of them.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ def cost(model: ModelInfo, plan: AdapterPlan) -> Cost:
         ConfigError: the plan wants more active experts than a layer has, or targets no layer.
     """
     idle_parameters = sum((moe.num_experts - active_experts(moe, plan)) * expert_parameters(moe) for moe in model.moe)
+    idle_parameters += sum(moe.expert_parameters - moe.active_parameters for moe in model.undescribed)
     again = sum(part.frozen_product_parameters(model) for part in plan.parts)
     trainable, active_trainable = _adapter_parameters(model, plan, trainable_shapes(model, plan))
     whole, active_whole = _adapter_parameters(model, plan, adapter_shapes(model, plan))
@@ -104,11 +106,22 @@ def cost(model: ModelInfo, plan: AdapterPlan) -> Cost:
         trainable=trainable,
         active_trainable=active_trainable,
         product_parameters=_product_parameters(model, plan) + again,
-        attention_width=sum(linear.inputs for linear in model.linears if linear.name.endswith((".o_proj", ".o")))
-        or model.layers * model.hidden,
+        attention_width=_attention_width(model),
         frozen=whole - trainable,
         active_frozen=active_whole - active_trainable,
     )
+
+
+def _attention_width(model: ModelInfo) -> int:
+    """Returns Σ over layers of heads times head width; where no output projection tells, every layer's is its width.
+
+    Other token mixers, whose cost does not grow with the context, count by their projections alone.
+    """
+    attention = [linear for linear in model.linears if linear.group == "attention"]
+    width = sum(linear.inputs for linear in attention if linear.name.endswith((".o_proj", ".o", ".out_proj", ".dense")))
+    if width or any(linear.group == "mixer" for linear in model.linears):
+        return width
+    return model.layers * model.hidden
 
 
 def active_experts(moe: MoeInfo, plan: AdapterPlan) -> int:
@@ -139,5 +152,6 @@ def _adapter_parameters(model: ModelInfo, plan: AdapterPlan, shapes: Mapping[str
 
 def _product_parameters(model: ModelInfo, plan: AdapterPlan) -> int:
     routed = sum(moe.hidden * moe.num_experts + active_experts(moe, plan) * expert_parameters(moe) for moe in model.moe)
+    routed += sum(moe.active_parameters + moe.router_parameters for moe in model.undescribed)
     linears = sum(linear.inputs * linear.outputs for linear in model.linears)
     return linears + routed + model.vocabulary * model.hidden

@@ -292,11 +292,23 @@ def _layer_widths(model: ModelInfo, plan: AdapterPlan) -> tuple[int, ...]:
     They are the active experts' inputs or outputs, their intermediate values, a linear layer's output, and the
     residual.
     """
-    experts = max((active_experts(moe, plan) for moe in model.moe), default=0)
-    hidden = max((moe.hidden for moe in model.moe), default=0)
-    inner = max((moe.width * (len(moe.projections) - 1) for moe in model.moe), default=0)
+    sizes = [(active_experts(moe, plan), moe.hidden, moe.width * (len(moe.projections) - 1)) for moe in model.moe]
+    sizes += [(active, model.hidden, 2 * width) for active, width in _undescribed_sizes(model)]
+    experts, hidden, inner = (max(column) for column in zip((0, 0, 0), *sizes, strict=True))
     linear = max((linear.outputs for linear in model.linears), default=0)
     return experts * hidden, experts * inner, linear, 2 * model.hidden
+
+
+def _undescribed_sizes(model: ModelInfo) -> list[tuple[int, int]]:
+    """Returns the active experts and an expert's inner width of every mixture of a family without a description.
+
+    Its experts count as gated ones of three matrices.
+    """
+    return [
+        (active, moe.active_parameters // (3 * model.hidden * active))
+        for moe in model.undescribed
+        for active in [moe.top_k or moe.num_experts or 1]
+    ]
 
 
 def _kept_activations(model: ModelInfo, plan: AdapterPlan) -> int:
@@ -311,6 +323,7 @@ def _kept_activations(model: ModelInfo, plan: AdapterPlan) -> int:
     for moe in model.moe:
         inputs = any(name.startswith(f"{moe.experts}.") for name in adapter)
         experts += active_experts(moe, plan) * ((len(moe.projections) - 1) * moe.width + inputs * moe.hidden)
+    experts += sum(active * (3 * width + model.hidden) for active, width in _undescribed_sizes(model))
     return linears + experts + 4 * model.layers * model.hidden
 
 
@@ -320,4 +333,6 @@ def _working_activations(model: ModelInfo, plan: AdapterPlan) -> int:
     For each active expert: the input, the gradients of input and output, and the gradients and recomputed values
     between them.
     """
-    return max((active_experts(moe, plan) * (3 * moe.hidden + 4 * moe.width) for moe in model.moe), default=0)
+    described = [active_experts(moe, plan) * (3 * moe.hidden + 4 * moe.width) for moe in model.moe]
+    others = [active * (3 * model.hidden + 4 * width) for active, width in _undescribed_sizes(model)]
+    return max([*described, *others], default=0)

@@ -165,6 +165,8 @@ def measure(
 
 def require_choice(model: ModelInfo) -> None:
     """Raises a ModelError for a model whose active experts cannot be fewer."""
+    if model.undescribed:
+        model.require_experts("A choice of active experts")
     if not model.moe:
         raise ModelError(
             f"'{model.name}' is a dense model: it has no experts to activate.",

@@ -47,7 +47,7 @@ def budgets_of(config: Config, model: ModelInfo) -> dict[str, Budget]:
         for tier in config.federation.budgets
     }
     for budget in budgets.values():
-        if model.moe:
+        if model.moe or (model.undescribed and budget.active_experts not in (0, *model.active_by_config)):
             model.require_active_experts(budget.active_experts, f"federation.budgets: '{budget.name}'")
     return budgets
 
