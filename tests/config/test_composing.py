@@ -130,7 +130,7 @@ def test_budgets_have_at_most_the_experts_of_the_model() -> None:
     ("name", "told"),
     [
         ("guild/llama-dolly", "guild needs a mixture-of-experts model, which llama is not (LLaMA-7B, dense)."),
-        ("guild/llama-dolly", "guild runs on deepseek-v2-lite, english, olmoe, switch, tiny."),
+        ("guild/llama-dolly", "guild runs on deepseek-v2-lite, english, olmoe, smollm2-moe, switch, tiny."),
         ("fedprompt/switch-snli", "fedprompt needs a causal language model, which switch is not"),
         ("flame/tiny-task", "Did you mean 'flame/tiny-tasks'? Data sets: ag_news, alpagasus, "),
         ("flame/olmo-tasks", "Did you mean 'flame/olmoe-tasks'? Models: deepseek-v2-lite, english, "),

@@ -56,8 +56,10 @@ STAND_INS = {
     "meta-llama/Llama-3.2-3B": "llama",
     "mistralai/Mistral-7B-v0.3": "llama",
     "Qwen/Qwen2.5-0.5B": "qwen2",
+    "models/smollm2-135m": "llama",
+    "models/smollm2-moe": "qwen2_moe",
 }
-"""Hub id -> architecture."""
+"""Hub id, or the folder that `make smollm2` writes -> architecture."""
 CHEAPER = {
     "fedalign-moe": ["method.statistics_tokens=64"],
     "fed-sb": ["method.rank=4", "method.sketch_rank=4"],
@@ -160,6 +162,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "switch": save_model(folder / "switch", "switch", num_experts=16),
         "olmo": save_model(folder / "olmo", "olmo", num_hidden_layers=1),
         "qwen2": save_model(folder / "qwen2", "qwen2", num_hidden_layers=1),
+        "qwen2_moe": save_model(
+            folder / "qwen2_moe", "qwen2_moe", num_experts=32, num_experts_per_tok=8, num_hidden_layers=1
+        ),
     }
 
 

@@ -14,14 +14,21 @@ _BUILDS = {
     EMBEDDED: "python -m tools.tiny.build --out DIR",
     ENGLISH: "python -m tools.english.build --corpus DIR",
 }
+MADE_LATER = ("models/smollm2-135m", "models/smollm2-moe")
+"""Folders of presets that `make smollm2` writes, relative to the working directory."""
 
 
 def packaged(name: str) -> Path | None:
     """Returns the folder of the packaged model of this name; None if there is none.
 
     Raises:
-        ModelError: the package was built without that model's weights.
+        ModelError: the package was built without that model's weights, or the folder of a preset is still to be made.
     """
+    if name in MADE_LATER and not Path(name).exists():
+        raise ModelError(
+            f"There is no folder {name} here.",
+            "Run `make smollm2` in FedGuild's repository, which takes a minute, or give the folder as model.path.",
+        )
     folder = PACKAGED.get(name)
     if folder is not None and not (folder / "model.safetensors").exists():
         raise ModelError(
