@@ -102,6 +102,8 @@ def test_training_equals_a_plain_loop_over_merged_weights(exact, number):
         rate = learning_rate(settings, index, len(plan), ROUND)
         optimizer.step(dict(zip(leaves, grads, strict=True)), rate, settings.max_grad_norm)
         loss_sum, target_count = loss_sum + losses.sum().item(), target_count + len(losses)
+        if index == 0:
+            assert found.report.first_loss == pytest.approx(loss_sum / target_count, rel=1e-6)
     assert found.report.loss == pytest.approx(loss_sum / target_count, rel=1e-6)
     for name, value in found.weights.items():
         assert distance(value - client.start[name], leaves[name].detach() - client.start[name]) < 1e-4, name

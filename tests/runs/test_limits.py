@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -57,16 +58,21 @@ def test_a_run_ends_before_the_round_that_could_pass_its_limit_on_bytes(olmoe_fo
     assert (fits.rounds, fits.stopped) == (3, "")
 
 
-def outcome(*losses: float, withheld: bool = False, steps: int = 1) -> Outcome:
+def outcome(
+    *losses: float, withheld: bool = False, steps: int = 1, round: int = 2, first: float | None = None
+) -> Outcome:
     """A round whose clients report these losses."""
     clients = [ClientInfo(index, ONE.budget, 4) for index in range(len(losses))]
     deliveries = [
         Delivery(
-            Task(2, client, Payload()), Payload(), AdapterPlan(()), LocalReport(steps, loss=loss, withheld=withheld)
+            Task(round, client, Payload()),
+            Payload(),
+            AdapterPlan(()),
+            LocalReport(steps, loss=loss, withheld=withheld, first_loss=first),
         )
         for client, loss in zip(clients, losses, strict=True)
     ]
-    return Outcome(2, Payload(), clients, deliveries, accepted=[client.index for client in clients])
+    return Outcome(round, Payload(), clients, deliveries, accepted=[client.index for client in clients])
 
 
 @pytest.mark.parametrize("losses", [(30.0, 30.0), (1.0, 11.0, 11.0), (float("nan"),) * 2, (float("inf"), 2.0, 99.0)])
@@ -90,6 +96,25 @@ def test_losing_all_that_was_known_is_divergence() -> None:
     """A model whose values overflow predicts every token alike."""
     with pytest.raises(DivergedError, match=r"is 5.298 nats .*, above the limit of 4.504 .*without training 1.5"):
         require_learning(outcome(5.298), "auto", 200, untrained=1.5)
+
+
+@pytest.mark.parametrize(
+    ("round", "first", "told"),
+    [
+        (
+            1,
+            12.0,
+            r"bad before any training: .* first step is 12 nats .*\n.*lower learning rate does not help. Set x=1.",
+        ),
+        (1, 2.0, r"The training of round 1 diverged"),
+        (1, None, r"The training of round 1 diverged"),
+        (2, 12.0, r"The training of round 2 diverged"),
+    ],
+)
+def test_a_model_that_starts_badly_is_told_from_one_that_diverges(round: int, first: float | None, told: str) -> None:
+    with pytest.raises(DivergedError) as caught:
+        require_learning(outcome(13.0, 13.0, round=round, first=first), "auto", 200, 3.0, "Set x=1.")
+    assert re.search(told, str(caught.value), re.DOTALL)
 
 
 def test_a_diverged_run_says_so_and_has_an_exit_code_of_its_own(command: Command) -> None:

@@ -52,6 +52,7 @@ class LocalReport:
         tokens: Tokens seen in training, padding excluded.
         examples: Examples seen, repeats counted.
         loss: Mean loss over its response tokens, in nats.
+        first_loss: The same of the first step alone, before any update; None where it is not known.
         seconds: The cohort's training time times this client's share of its tokens.
         withheld: Whether the client withholds all figures, which are 0 then, except steps that follow from what is
             public.
@@ -63,10 +64,12 @@ class LocalReport:
     loss: float = 0.0
     seconds: float = 0.0
     withheld: bool = False
+    first_loss: float | None = None
     _targets: int = field(default=0, repr=False)
     _loss_sum: float = field(default=0.0, repr=False)
 
     def add(self, other: LocalReport) -> None:
+        self.first_loss = other.first_loss if self.first_loss is None else self.first_loss
         self.steps += other.steps
         self.tokens += other.tokens
         self.examples += other.examples
@@ -331,6 +334,9 @@ class Cohort:
                 report._loss_sum += total
                 report._targets += count
                 report.loss = report._loss_sum / max(1, report._targets)
+        for report in self.reports:
+            if report.first_loss is None:
+                report.first_loss = report.loss
 
     def tell_step(self, done: int, total: int) -> None:
         """Reports an optimizer step without its loss, which is NaN."""

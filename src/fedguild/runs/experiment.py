@@ -408,7 +408,8 @@ class _Rounds:
             experiment.remote.note(outcome)
         limit = experiment.config.training.loss_limit
         try:
-            require_learning(outcome, limit, self.setup.model.vocabulary, self.untrained)
+            hint = self.setup.method.facts.start_hint
+            require_learning(outcome, limit, self.setup.model.vocabulary, self.untrained, hint)
         except DivergedError:
             if not experiment.config.federation.secure:
                 raise

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from fedguild.core.errors import CheckpointError, DivergedError
@@ -16,6 +16,10 @@ NEARLY_GUESSING, WORSE_THAN_UNTRAINED, WORSE_THAN_GUESSING = 0.85, 1.5, 2.0
 DIVERGED_HINT = (
     "The last complete round is untouched, but resuming repeats this one: start again with a lower "
     "training.learning_rate or training.max_grad_norm."
+)
+START_HINT = (
+    "See what the method and the budgets change in the model, for example fewer active experts, or raise "
+    "training.loss_limit."
 )
 
 
@@ -43,7 +47,11 @@ def require_finite(state: Payload, when: str) -> None:
 
 
 def require_learning(
-    outcome: Outcome, limit: float | Literal["auto"] | None, vocabulary: int, untrained: float | None = None
+    outcome: Outcome,
+    limit: float | Literal["auto"] | None,
+    vocabulary: int,
+    untrained: float | None = None,
+    start_hint: str = "",
 ) -> None:
     """Raises if a round's training diverged by its clients' losses, each the mean over its steps.
 
@@ -56,9 +64,11 @@ def require_learning(
             that.
         vocabulary: V, the number of tokens that the model chooses from.
         untrained: The backbone's own loss on training texts, nats per response token; None if it is not known.
+        start_hint: The method's advice for a model that it makes worse before any training.
 
     Raises:
-        DivergedError: the loss is not finite, or above the limit.
+        DivergedError: the loss is not finite, or above the limit; the message tells a model that was above it before
+            the first update from one that training took there.
     """
     if limit is None:
         return
@@ -70,14 +80,27 @@ def require_learning(
     else:
         highest = max(NEARLY_GUESSING * guessing, WORSE_THAN_UNTRAINED * untrained)
     reports = [one.report for one in outcome.deliveries if one.task.client.index in outcome.accepted]
-    losses = sorted(math.inf if math.isnan(one.loss) else one.loss for one in reports if not one.withheld and one.steps)
-    middle = losses[(len(losses) - 1) // 2] if losses else 0.0
+    trained = [one for one in reports if not one.withheld and one.steps]
+    middle = _median(one.loss for one in trained)
     if middle <= highest:
         return
+    start = _median(one.first_loss for one in trained if one.first_loss is not None) if outcome.round == 1 else 0.0
     others = f"guessing every token alike has {guessing:.4g}"
     others += "" if untrained is None else f", the backbone without training {untrained:.4g}"
+    if start > highest:
+        raise DivergedError(
+            f"The model is bad before any training: the median client's loss in its first step is {start:.4g} nats per "
+            f"token, above the limit of {highest:.4g} (training.loss_limit); {others}.",
+            f"A lower learning rate does not help. {start_hint or START_HINT}",
+        )
     raise DivergedError(
         f"The training of round {outcome.round} diverged: the median client's loss is {middle:.4g} nats per token, "
         f"above the limit of {highest:.4g} (training.loss_limit); {others}.",
         DIVERGED_HINT,
     )
+
+
+def _median(losses: Iterable[float]) -> float:
+    """Returns the lower median, NaN as infinity; 0 for no loss."""
+    ordered = sorted(math.inf if math.isnan(loss) else loss for loss in losses)
+    return ordered[(len(ordered) - 1) // 2] if ordered else 0.0

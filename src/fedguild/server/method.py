@@ -176,6 +176,8 @@ class Facts:
             its own, or for terms that are not secure.
         not_stepped: Why the server cannot step from the old adapter towards the mean, with momentum
             (`federation.server_step`), a clause without a subject; empty where it can, if it takes means.
+        start_hint: What to set where the model that the method makes is far worse than the backbone before any
+            training, a sentence; empty for general advice.
     """
 
     needs_experts: bool = False
@@ -186,6 +188,7 @@ class Facts:
     told_alike: tuple[str, ...] = (ADAPTER,)
     not_linear: str = ""
     not_stepped: str = ""
+    start_hint: str = ""
 
 
 RUNNING_MEAN = ServerCosts("O(n), whatever C is: a running mean", "O(C n)")

@@ -171,6 +171,8 @@ class UbSmoe(Method):
     settings: UbSmoeSettings
     facts = Facts(
         needs_experts=True,
+        start_hint="Set method.gating=native: with few active experts the published weights (Eq. 2) are near 1, too "
+        "much for experts that were trained with a softmax over all.",
         costs=ServerCosts(
             "O(n): a running mean, and the pseudo-gradient (as large as the experts' LoRA)",
             "O(C n)",
