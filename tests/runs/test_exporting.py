@@ -99,7 +99,10 @@ def test_an_adapter_by_the_words_of_its_card(runs: dict[str, Path], tmp_path: Pa
     names = {path.name for path in exported.folder.iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     card = (exported.folder / "README.md").read_text()
-    loaded = {"folder": str(exported.folder)}
+    base = experiment.restore(runs["ranks"])[0].config.model.path
+    assert f"`base_folder` is that of the base model, {Path(base).name}." in card
+    assert not any(str(Path(base).parent).encode() in path.read_bytes() for path in exported.folder.iterdir())
+    loaded = {"folder": str(exported.folder), "base_folder": base}
     exec(code_of(card), loaded)
     assert_same_logits(plain_logits(loaded["model"]), ours(runs["ranks"], "large", active=4))
     for fact in (
@@ -117,6 +120,8 @@ def test_a_budget_with_fewer_active_experts_is_merged_as_it_was_scored(runs: dic
     exported = export(runs["ranks"], Subject("small"), tmp_path / "out")
     assert exported.format == "merged"
     assert "it runs 1 of the model's 4 active experts" in exported.reason
+    base = str(Path(experiment.restore(runs["ranks"])[0].config.model.path).parent).encode()
+    assert not any(base in path.read_bytes() for path in exported.folder.iterdir())
     loaded = {"folder": str(exported.folder)}
     exec(code_of((exported.folder / "README.md").read_text()), loaded)
     assert loaded["model"].config.num_experts_per_tok == 1
@@ -134,7 +139,7 @@ def test_the_embedded_base_goes_along(runs: dict[str, Path], tmp_path: Path, mon
     monkeypatch.setitem(run.PACKAGED, "embedded", base)
     export(folder, Subject("large"), tmp_path / "there")
     written = json.loads((tmp_path / "there" / "adapter_config.json").read_text())
-    assert written["base_model_name_or_path"] == str(tmp_path / "there" / "base")
+    assert written["base_model_name_or_path"] == "base"
 
     moved = (tmp_path / "there").rename(tmp_path / "elsewhere")
     loaded = {"folder": str(moved)}
@@ -161,7 +166,7 @@ def test_a_clients_own_adapter(runs: dict[str, Path], tmp_path: Path) -> None:
     card = (exported.folder / "README.md").read_text()
     assert "# personal, client-000" in card
     assert "| client | client-000 |" in card
-    loaded = {"folder": str(exported.folder)}
+    loaded = {"folder": str(exported.folder), "base_folder": experiment.restore(runs["personal"])[0].config.model.path}
     exec(code_of(card), loaded)
     found = plain_logits(loaded["model"])
     assert_same_logits(found, own(runs["personal"], "client-000", active=4))

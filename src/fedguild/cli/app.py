@@ -30,6 +30,7 @@ from fedguild.cli import (
     resume,
     run,
     sweep,
+    trust,
     watch,
 )
 from fedguild.cli.example_command import ExampleCommand
@@ -122,6 +123,7 @@ for module in (
     watch,
     methods,
     presets,
+    trust,
     doctor,
 ):
     name = module.__name__.rsplit(".", 1)[-1]

@@ -6,7 +6,7 @@ section (`TrainingSettings`, `FederationSettings`, `SplitSettings`).
 """
 
 from fedguild.config.composing import Axes, Part, Preset, axes, find_preset, presets
-from fedguild.config.loading import load_config, load_saved
+from fedguild.config.loading import asking_files, load_config, load_saved
 from fedguild.config.schema import Config
 from fedguild.config.table import ShippedTable, Table, TableCell, table_cells, tables
 
@@ -18,6 +18,7 @@ __all__ = [
     "ShippedTable",
     "Table",
     "TableCell",
+    "asking_files",
     "axes",
     "find_preset",
     "load_config",

@@ -6,6 +6,7 @@ import json
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -39,16 +40,19 @@ _PLAIN = {
     "literal_error": "must be {expected}",
     "value_error": "{error}",
 }
+_MOST_LINES = 50
+"""Most settings that one error names."""
 _SHOWS_ITS_INPUT_ITSELF = {"missing", "value_error"}
 
 
 @dataclass(frozen=True)
 class Layer:
-    """Settings from one source, before validation: a file, a preset, or one override."""
+    """Settings from one source, before validation: a file, a preset, or one override; `file` is where it was read."""
 
     source: str
     settings: Mapping[str, Any]
     is_override: bool = False
+    file: Path | None = None
 
 
 def explained(error: ValidationError, layers: Sequence[Layer], schema: type[BaseModel]) -> ConfigError:
@@ -59,7 +63,8 @@ def explained(error: ValidationError, layers: Sequence[Layer], schema: type[Base
         schema: The model that the settings were validated against.
     """
     lines, hints = [], []
-    for location, details in _one_per_location(error):
+    every = list(_one_per_location(error))
+    for location, details in every[:_MOST_LINES]:
         source = _source(location, layers)
         if details[0]["type"] == "extra_forbidden":
             lines.append(f"{source}: unknown key '{dotted(location)}'")
@@ -69,6 +74,8 @@ def explained(error: ValidationError, layers: Sequence[Layer], schema: type[Base
             silent = all(detail["type"] in _SHOWS_ITS_INPUT_ITSELF for detail in details)
             got = "" if silent else f", got {_shown(details[0]['input'])}"
             lines.append(f"{source}: {dotted(location)}: {told}{got}" if location else f"{source}: {told}{got}")
+    if len(every) > _MOST_LINES:
+        lines.append(f"and {len(every) - _MOST_LINES} more such settings")
     return ConfigError("\n".join(lines), "\n".join(dict.fromkeys(hints)))
 
 
@@ -98,8 +105,10 @@ def _one_per_location(error: ValidationError) -> Iterator[tuple[Location, list[E
         location = tuple(part for part in detail["loc"] if not _is_union_tag(part))
         grouped.setdefault(location, []).append(detail)
     for location, details in grouped.items():
-        inside = any(other[: len(location)] == location for other in grouped if len(other) > len(location))
-        if not (inside and details[0]["type"] == "too_short"):
+        too_short = details[0]["type"] == "too_short"
+        if not (
+            too_short and any(len(other) > len(location) and other[: len(location)] == location for other in grouped)
+        ):
             yield location, details
 
 

@@ -15,6 +15,7 @@ from fedguild.config.composing import find_preset, unknown_preset
 from fedguild.config.explaining import Layer, explained
 from fedguild.config.renamed import refuse_old_names, with_new_names
 from fedguild.config.schema import Config
+from fedguild.config.trust import SETTING, require_trusted
 from fedguild.config.yaml_reading import parse, parse_file
 from fedguild.core.errors import ConfigError
 
@@ -59,6 +60,13 @@ def load_saved(path: Path) -> Config:
 
 
 def _validated(layers: Sequence[Layer], name: str) -> Config:
+    config = _read(layers, name)
+    if config.model.trust_remote_code and (file := next(layer.file for layer in reversed(layers) if _says(layer))):
+        require_trusted(file, config.model.path)
+    return config
+
+
+def _read(layers: Sequence[Layer], name: str) -> Config:
     settings: dict[str, Any] = {"name": name}
     for layer in layers:
         settings = _merged(settings, layer.settings)
@@ -66,6 +74,24 @@ def _validated(layers: Sequence[Layer], name: str) -> Config:
         return Config.model_validate(settings)
     except ValidationError as error:
         raise explained(error, layers, Config) from error
+
+
+def _says(layer: Layer) -> bool:
+    """Whether a layer says if the model's code may run."""
+    model = layer.settings.get("model")
+    return isinstance(model, Mapping) and SETTING in model
+
+
+def asking_files(path: Path) -> tuple[list[Path], str]:
+    """Returns the files of a config that ask to run the code that comes with its model, and the model.
+
+    Raises:
+        ConfigError: as `load_config`.
+    """
+    layers = [replace(layer, settings=with_new_names(layer.settings)) for layer in _file_layers(path, ())]
+    config = _read(layers, default_name(path))
+    asks = [layer.file for layer in layers if layer.file and _says(layer)]
+    return (asks if config.model.trust_remote_code else []), config.model.path
 
 
 def _given_layers(given: Given) -> tuple[list[Layer], str]:
@@ -124,7 +150,7 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
         preset = find_preset(parent)
         beside = (*children, path.resolve())
         yield from preset.layers() if preset else _file_layers(_existing(parent, path.parent / parent), beside)
-    yield Layer(str(path), _written_out(settings))
+    yield Layer(str(path), _written_out(settings), file=path)
 
 
 def _override_layer(override: str) -> Layer:

@@ -294,9 +294,9 @@ def table_cells(name: str, table: Table, rows: Sequence[str] = (), columns: Sequ
                 hint = unknown_preset(preset).hint
                 raise ConfigError(f"{name}: there is no preset '{preset}' for {row}, {column}.", hint)
             layers = (
-                Layer(f"{name}, row {row}", across.settings),
-                Layer(f"{name}, column {column}", down.settings),
-                Layer(name, {**table.settings, "name": row}),
+                Layer(f"{name}, row {row}", across.settings, file=Path(name)),
+                Layer(f"{name}, column {column}", down.settings, file=Path(name)),
+                Layer(name, {**table.settings, "name": row}, file=Path(name)),
             )
             cells.append(TableCell(row, column, preset, layers))
     return cells

@@ -85,7 +85,7 @@ def write_adapter(
 
     Args:
         folder: Where to write; it must exist.
-        base: Where peft finds the base model: a hub id or a folder.
+        base: The base model: a hub id, or the name of a folder.
         revision: The base model's branch, tag or commit on the hub.
 
     Raises:

@@ -12,6 +12,8 @@ from fedguild.model.info import ModelInfo
 from fedguild.server.method import Deployment
 
 FILE = "README.md"
+BASE_FOLDER = "base_folder"
+"""What a card's code calls the base model's folder, where that is neither on the hub nor in the exported folder."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ def _card(
         what=what,
         version=__version__,
         rows=rows,
+        where="" if origin.base_code != BASE_FOLDER else f" `{BASE_FOLDER}` is that of the base model, {origin.base}.",
         load="\n".join(load),
         remark=remark,
     )
@@ -169,7 +172,7 @@ tags: [federated-learning, lora, fedguild]
 
 ## How to load it
 
-`folder` is the path of this folder.
+`folder` is the path of this folder.{where}
 
 ```python
 {load}

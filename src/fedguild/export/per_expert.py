@@ -38,7 +38,7 @@ def write_per_expert(
 
     Args:
         folder: Where to write; it must exist.
-        base: Where the server finds the base model: a hub id or a folder.
+        base: The base model: a hub id, or the name of a folder.
         revision: The base model's branch, tag or commit on the hub.
 
     Raises:

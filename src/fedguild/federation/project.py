@@ -11,6 +11,7 @@ from pathlib import Path
 import yaml
 
 from fedguild.config import Config, load_config
+from fedguild.config.trust import trust
 from fedguild.core.errors import ConfigError, FedGuildError
 from fedguild.core.files import make_folder, write_text
 from fedguild.core.layout import client_name
@@ -64,6 +65,8 @@ def write_project(
     _require_openssl()
     server = folder / "server"
     write_text(folder / "README.md", templates.README.format(clients=clients, address=address))
+    if config.model.trust_remote_code:
+        trust(server / "run.yaml", config.model.path)
     write_text(server / "run.yaml", config.resolved_yaml())
     server_evaluation = str(not own_data).lower()
     control_port = port + 1 if 1024 <= port < 65535 else CONTROL_PORT
@@ -109,6 +112,8 @@ def _write_client(folder: Path, config: Config, index: int, address: str, own_da
     model = config.model.model_dump(mode="json")
     if Path(model["path"]).exists():
         model["path"] = str(Path(model["path"]).resolve())
+    if config.model.trust_remote_code:
+        trust(site / SITE_FILE, model["path"])
     write_text(
         site / SITE_FILE,
         templates.SITE.format(

@@ -16,6 +16,7 @@ from fedguild.config.data import DataSettings
 from fedguild.config.explaining import Layer, explained
 from fedguild.config.renamed import SERVER, SITE, refuse_old_names
 from fedguild.config.schema import ModelSettings
+from fedguild.config.trust import require_trusted
 from fedguild.config.yaml_reading import parse_file
 from fedguild.core.errors import ConfigError
 
@@ -277,9 +278,12 @@ def load_site(folder: Path) -> SiteSettings:
     """Returns the settings of a client's folder.
 
     Raises:
-        ConfigError: there is no `site.yaml`, it is not YAML, or a setting is unknown or out of range.
+        ConfigError: there is no `site.yaml`, it is not YAML, a setting is unknown or out of range, or it asks to run a
+            model's code, which this user has not allowed.
     """
-    site = _load(folder / SITE_FILE, SiteSettings)
+    site = read_settings(folder / SITE_FILE, SiteSettings)
+    if site.model.trust_remote_code:
+        require_trusted(folder / SITE_FILE, site.model.path)
     if site.data.share >= site.data.shares:
         raise ConfigError(
             f"{folder / SITE_FILE}: data.share is {site.data.share}, but data.shares is {site.data.shares}.",
@@ -294,7 +298,7 @@ def load_server(folder: Path) -> ServerSettings:
     Raises:
         ConfigError: there is no `server.yaml`, it is not YAML, or a setting is unknown or out of range.
     """
-    return _load(folder / SERVER_FILE, ServerSettings)
+    return read_settings(folder / SERVER_FILE, ServerSettings)
 
 
 def server_state(folder: Path) -> Path | None:
@@ -306,7 +310,12 @@ def server_state(folder: Path) -> Path | None:
     return folder / load_server(folder).state if (folder / SERVER_FILE).is_file() else None
 
 
-def _load(path: Path, schema: type[_Settings]) -> _Settings:
+def read_settings(path: Path, schema: type[_Settings]) -> _Settings:
+    """Returns the settings of a file.
+
+    Raises:
+        ConfigError: there is no such file, it is not YAML, or a setting is unknown or out of range.
+    """
     try:
         settings = parse_file(path)
     except OSError as error:

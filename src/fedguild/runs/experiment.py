@@ -12,6 +12,7 @@ from typing import Any
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merge_ledger import MergeLedger
 from fedguild.config import Config, load_saved
+from fedguild.config.trust import trust
 from fedguild.core.errors import CheckpointError, ConfigError, DivergedError, FedGuildError
 from fedguild.core.files import write_json, write_text
 from fedguild.core.layout import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, METHOD, PARTITION, STOPPED
@@ -597,6 +598,8 @@ def _write_facts(experiment: Experiment) -> None:
         write_json(folder / PRIVACY, {"guarantee": guarantee})
         for sentence in guarantee:
             experiment.progress.message(sentence)
+    if experiment.config.model.trust_remote_code:
+        trust(folder / CONFIG, experiment.config.model.path)
     write_text(folder / CONFIG, experiment.config.resolved_yaml())
 
 

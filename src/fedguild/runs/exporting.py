@@ -14,7 +14,7 @@ from fedguild.core.files import write_text
 from fedguild.core.layout import CONFIG, client_name
 from fedguild.core.payload import Payload
 from fedguild.export.adapter import obstacle, write_adapter
-from fedguild.export.card import FILE, Origin, adapter_card, code_card, merged_card, per_expert_card
+from fedguild.export.card import BASE_FOLDER, FILE, Origin, adapter_card, code_card, merged_card, per_expert_card
 from fedguild.export.code import standalone_of, write_code
 from fedguild.export.folder import new_folder, require_new
 from fedguild.export.live import attached
@@ -167,7 +167,7 @@ def _write(experiment: Experiment, deployment: Deployment, origin: Origin, outpu
             write_code(folder, backbone, deployment)
             card = code_card(origin, model, deployment)
         else:
-            deployment, base = in_one_adapter(deployment), _base(settings.path, folder, output)
+            deployment, base = in_one_adapter(deployment), _base(settings.path, folder)
             if written == "peft":
                 write_adapter(folder, model, deployment, base=base, revision=settings.revision)
                 card = adapter_card(origin, model, deployment)
@@ -203,13 +203,17 @@ def _possible(experiment: Experiment, deployment: Deployment, format: Form) -> t
     return format, ""
 
 
-def _base(path: str, folder: Path, output: Path) -> str:
-    """Returns where an adapter finds its base model; one that ships with FedGuild is copied into the folder."""
-    shipped = packaged(path)
-    if not shipped:
-        return path
-    shutil.copytree(shipped, folder / BASE)
-    return str(output.resolve() / BASE)
+def _base(path: str, folder: Path) -> str:
+    """Returns how an adapter names its base model; one that ships with FedGuild is copied into the folder."""
+    if shipped := packaged(path):
+        shutil.copytree(shipped, folder / BASE)
+        return BASE
+    return _named(path)
+
+
+def _named(path: str) -> str:
+    """Returns a base model's name: its id on the hub, or that of its folder, never where it is on this machine."""
+    return Path(path).resolve().name if Path(path).exists() else path
 
 
 def _largest(experiment: Experiment) -> Subject:
@@ -250,8 +254,8 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
         round=number,
         budget=budget.name,
         client=subject.client,
-        base=path,
-        base_code=f'folder + "/{BASE}"' if path in PACKAGED else f'"{path}"',
+        base=path if path in PACKAGED else _named(path),
+        base_code=f'folder + "/{BASE}"' if path in PACKAGED else f'"{path}"' if is_hub_id else BASE_FOLDER,
         hub_id=path if is_hub_id else "",
         privacy="" if subject.client else _privacy(experiment, number),
     )

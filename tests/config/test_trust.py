@@ -1,0 +1,112 @@
+"""Files from somebody else do not run the code of a model: this user has to say so."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+import fedguild
+from fedguild.cli.app import app
+from fedguild.config import load_config
+from fedguild.core.errors import ConfigError
+from fedguild.federation.site import load_site
+
+ASKS = "asks to run the Python code that comes with the model"
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("config")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(folder))
+    return folder
+
+
+@pytest.fixture
+def hostile(olmoe_folder, tmp_path):
+    """A model's folder whose tokenizer leaves a file when it runs."""
+    folder = Path(shutil.copytree(olmoe_folder, tmp_path / "model"))
+    code = f'from pathlib import Path\nPath(r"{tmp_path}/ran").touch()\n'
+    code += (
+        "from transformers import AutoConfig, PreTrainedConfig\nclass Own(PreTrainedConfig):\n    model_type = 'own'\n"
+    )
+    (folder / "configuration_own.py").write_text(code)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "configuration_own.Own"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(app, [str(each) for each in arguments])
+
+
+def file(path, model, **more):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(yaml.safe_dump({**more, "model": {"path": str(model), "trust_remote_code": True}}))
+    return path
+
+
+def test_a_run_folder_from_somebody_else_runs_no_code(hostile, tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    config = load_config("fedit/tiny-tasks")
+    written = yaml.safe_load(config.resolved_yaml())
+    written["model"] |= {"path": str(hostile), "trust_remote_code": True}
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(yaml.safe_dump(written))
+    for command in (("resume",), ("evaluate",), ("generate", "a prompt"), ("export", "--output", tmp_path / "out")):
+        result = invoke(command[0], run, *command[1:])
+        assert not (tmp_path / "ran").exists()
+        assert (result.exit_code, ASKS in " ".join(result.output.split())) == (2, True), result.output
+    said = invoke("trust", run)
+    assert said.exit_code == 0, said.output
+    assert ASKS not in invoke("resume", run).output
+    assert (tmp_path / "ran").exists(), "the model has no code to run"
+
+
+def test_a_config_from_somebody_else(hostile, tmp_path):
+    path = file(tmp_path / "config.yaml", hostile, method="fedit")
+    extending = tmp_path / "mine.yaml"
+    extending.write_text("extends: config.yaml\nseed: 3\n")
+    for given in (path, extending):
+        with pytest.raises(ConfigError, match=ASKS):
+            load_config(str(given))
+        assert load_config(str(given), ["model.trust_remote_code=true"]).model.trust_remote_code
+        assert not load_config(str(given), ["model.trust_remote_code=false"]).model.trust_remote_code
+    assert load_config({"method": "fedit", "model": {"path": str(hostile), "trust_remote_code": True}})
+    assert invoke("trust", extending).exit_code == 0
+    assert load_config(str(extending)).model.trust_remote_code
+    with pytest.raises(ConfigError, match=ASKS):
+        load_config(str(extending), [f"model.path={tmp_path / 'another'}"])
+
+
+def test_a_site_from_somebody_else(hostile, tmp_path):
+    path = file(tmp_path / "site/site.yaml", hostile, client=0, server="127.0.0.1:9")
+    with pytest.raises(ConfigError, match=ASKS):
+        load_site(path.parent)
+    assert invoke("trust", path.parent).exit_code == 0
+    assert load_site(path.parent).model.trust_remote_code
+
+
+def test_a_run_of_this_user_is_trusted_where_it_was_written_and_nowhere_else(olmoe_folder, tmp_path):
+    from tests.runs.runs import small_settings
+
+    settings = [*small_settings(olmoe_folder, "federation.clients=2", "training.steps=1"), "federation.rounds=1"]
+    run = fedguild.run("fedit/tiny-tasks", *settings, "model.trust_remote_code=true", output=tmp_path / "run").folder
+    assert torch.is_tensor(next(fedguild.load_model(run).parameters()))
+    moved = Path(shutil.move(run, tmp_path / "moved"))
+    with pytest.raises(ConfigError, match=ASKS):
+        fedguild.load_model(moved)
+    assert "nothing to say" in invoke("trust", file_without(tmp_path)).output
+
+
+def file_without(folder):
+    path = folder / "plain.yaml"
+    path.write_text("extends: fedit/tiny-tasks\n")
+    return path
