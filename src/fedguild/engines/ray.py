@@ -265,7 +265,7 @@ class RayEngine:
             except LOST:
                 team.end()
                 self._teams[position] = self._new_team()
-        return opened(self, plans, tensors, merged, model.seq2seq)
+        return opened(self, plans, tensors, merged, model)
 
     def free_bytes(self) -> int:
         """Returns the bytes that the process with the fullest device can still use."""

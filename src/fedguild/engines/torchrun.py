@@ -193,7 +193,7 @@ class TorchrunEngine:
         merged: Mapping[str, Tensor],
         model: ModelInfo,
     ) -> AbstractContextManager[WorkerSlots]:
-        return opened(self.workers, plans, tensors, merged, model.seq2seq)
+        return opened(self.workers, plans, tensors, merged, model)
 
     def free_bytes(self) -> int:
         return int(min(self.workers.call("free_bytes", [()] * self.workers.count)))

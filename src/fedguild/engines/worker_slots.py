@@ -17,8 +17,9 @@ from torch import Tensor
 from fedguild.core.codec import encode
 from fedguild.core.errors import FedGuildError
 from fedguild.core.payload import Payload
-from fedguild.data.batches import Seq2Seq, SlotBatch
+from fedguild.data.batches import SlotBatch
 from fedguild.engines.plain_plans import plain_plan
+from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 
 _numbers = count(1)
@@ -42,10 +43,11 @@ class WorkerSlots:
 
     device = torch.device("cpu")
 
-    def __init__(self, workers: Workers, slots: int, seq2seq: Seq2Seq | None) -> None:
+    def __init__(self, workers: Workers, slots: int, model: ModelInfo) -> None:
         self.workers = workers
         self.slots = slots
-        self.seq2seq = seq2seq
+        self.seq2seq = model.seq2seq
+        self.masked_span = model.masked_span
 
     def token_losses(self, batch: SlotBatch) -> Tensor:
         (losses,) = self.each("token_losses", [(batch,)])
@@ -77,7 +79,7 @@ def opened(
     plans: Sequence[AdapterPlan],
     tensors: Sequence[Mapping[str, Tensor]],
     merged: Mapping[str, Tensor],
-    seq2seq: Seq2Seq | None,
+    model: ModelInfo,
 ) -> Iterator[WorkerSlots]:
     """Loads models into all workers, for the duration of the block."""
     digest = f"scored {next(_numbers)}" if merged else ""
@@ -85,7 +87,7 @@ def opened(
     arguments = ([plain_plan(plan) for plan in plans], digest, *payloads)
     workers.call("open_slots", [arguments] * workers.count)
     try:
-        yield WorkerSlots(workers, len(plans), seq2seq)
+        yield WorkerSlots(workers, len(plans), model)
     finally:
         workers.call("close_slots", [()] * workers.count)
 

@@ -29,7 +29,7 @@ from fedguild.model.moe.family import Family, moe_layers
 from fedguild.model.moe.undescribed import undescribed_moe
 from fedguild.model.moe.view import MoeLayer
 from fedguild.model.packaged import EMBEDDED, PACKAGED
-from fedguild.model.packed_rows import allow_packing
+from fedguild.model.packed_rows import allow_packing, masked_span
 from fedguild.model.pretrained import UNREADABLE, auto_class, load_tokenizer, loading, read_config, reason_of, source_of
 from fedguild.model.ranks import Ranks
 from fedguild.model.runtime import Runtime
@@ -320,8 +320,7 @@ def make_backbone(
     fuse(model, next(model.parameters()).device if ranks is None else ranks.device, model.dtype)
     if getattr(model, "is_loaded_in_4bit", False):
         quantise_experts(layer.experts for layer in layers)
-    recurrent = any(linear.group == "mixer" for linear in info.linears)
-    packs = not recurrent and allow_packing(model) and packing and all(layer.capacity is None for layer in layers)
+    packs = allow_packing(model) and packing and all(layer.capacity is None for layer in layers)
     dtype = model.dtype
     if ranks is not None:
         shard(model, list(_checkpointed_layers(model)), ranks)
@@ -368,6 +367,7 @@ def describe(model: Any, name: str, layers: list[MoeLayer]) -> ModelInfo:
         linears=adaptable_linears(model, routed),
         moe=tuple(layer.info for layer in layers),
         seq2seq=seq2seq,
+        masked_span=masked_span(model),
         undescribed=undescribed,
         described_families=tuple(FAMILIES) if undescribed else (),
     )

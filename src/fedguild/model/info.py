@@ -98,6 +98,8 @@ class ModelInfo:
         linears: Every linear layer that an adapter may target, in module order.
         moe: Every mixture-of-experts layer, in module order; empty for a dense model.
         seq2seq: The input form of an encoder-decoder model; None for a causal model.
+        masked_span: The longest row of which a mask of the attention alone decides what a token depends on; 0 if none,
+            None if any.
         undescribed: The mixtures of experts of a family without a description, in place of `moe`; with them
             `described_families`, for messages: those that have one.
     """
@@ -111,6 +113,7 @@ class ModelInfo:
     linears: tuple[LinearInfo, ...]
     moe: tuple[MoeInfo, ...] = ()
     seq2seq: Seq2Seq | None = None
+    masked_span: int | None = None
     undescribed: tuple[UndescribedMoe, ...] = ()
     described_families: tuple[str, ...] = ()
 

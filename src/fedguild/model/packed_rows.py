@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from fedguild.data.batches import SlotBatch
+from fedguild.model.linears import adaptable_linears
 
 ATTENTION = "fedguild_packed"
 """Name of the attention of a backbone that can pack."""
+FULL = "full_attention"
+"""transformers' type of a layer that attends to the whole row."""
 PADDING_LIMIT = 1.1
 """Largest number of tokens per real one that a batch may have and still stay as it is."""
 ROW_BY_ROW = ("cpu",)
@@ -52,25 +55,40 @@ class PackedRows:
         )
 
 
+def masked_span(model: Any) -> int | None:
+    """Returns the longest row of which a mask of the attention decides alone which tokens a token depends on.
+
+    It is 0 for an encoder-decoder model, for recurrent and convolutional layers, and for attention that takes no mask
+    as it is given; the window of sliding or chunked attention; None, any length, where all layers attend to the whole
+    row.
+    """
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or [FULL]) - {FULL}
+    spans = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
+    if (
+        config.is_encoder_decoder
+        or not getattr(model, "_supports_attention_backend", False)
+        or getattr(model, "_is_stateful", False)
+        or kinds - {"sliding_attention", "chunked_attention"}
+        or any(linear.group == "mixer" for linear in adaptable_linears(model, ()))
+    ):
+        return 0
+    if kinds or spans[0]:
+        return min((span for span in spans if span), default=0)
+    return None
+
+
 def allow_packing(model: Any) -> bool:
     """Gives a model the attention for packed rows; returns False if it cannot pack.
 
-    It cannot if rows meet outside the attention, or within it other than causally: an encoder-decoder model, sliding
-    windows, recurrent or convolutional layers, or an attention other than sdpa.
+    It cannot if rows meet outside the attention, or within it other than causally over the whole row (`masked_span`),
+    or if its attention is another than sdpa.
     """
-    config = model.config.get_text_config()
-    suits = (
-        not config.is_encoder_decoder
-        and model.config._attn_implementation in ("sdpa", ATTENTION)
-        and getattr(model, "_supports_attention_backend", False)
-        and not getattr(model, "_is_stateful", False)
-        and set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-        and not getattr(config, "sliding_window", None)
-    )
+    suits = model.config._attn_implementation in ("sdpa", ATTENTION) and masked_span(model) is None
     if suits:
         _register()
         model.set_attn_implementation(ATTENTION)
-    return bool(suits)
+    return suits
 
 
 def pads_attention(config: Any, device: torch.device, dtype: torch.dtype) -> bool:

@@ -169,6 +169,10 @@ class SlotModel:
     def seq2seq(self) -> Seq2Seq | None:
         return self.backbone.info.seq2seq
 
+    @property
+    def masked_span(self) -> int | None:
+        return self.backbone.info.masked_span
+
     def running(self, name: str) -> Tensor:
         """Returns the storage of a tensor as passes use it: [S, ..], or [2S, ..] after `run_twice`."""
         return self._running.get(name, self.loaded[name].stored)

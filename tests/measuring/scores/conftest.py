@@ -26,6 +26,7 @@ class TableModel:
 
     device = torch.device("cpu")
     seq2seq = None
+    masked_span = None
 
     def __init__(self, losses: Tensor, replies: Sequence[dict[str, str]]) -> None:
         self.slots = len(losses)

@@ -5,15 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
+import tests.undescribed
 from fedguild.data.batches import Encoded, collate
 from fedguild.data.example import Example
 from fedguild.measuring.costs.memory import memory
-from fedguild.measuring.scores.likelihood import candidate_losses, encode_candidates
+from fedguild.measuring.scores.likelihood import Candidates, candidate_losses, encode_candidates
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from tests.backbones import random_adapter, tiny_backbone
+from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone
+from tests.undescribed import UNDESCRIBED, as_backbone, plain
 
 SKY = Example("How is the sky?", "blue", "", "sky", ("blue", "a deep dark grey", "red"), 0)
 NUMBER = Example("One more than three:", "4", "", "count", ("4", "five"), 0)
@@ -45,6 +47,32 @@ def test_packed_candidates_score_as_each_alone_under_every_budget_and_in_any_bat
                     with torch.no_grad():
                         expected = model.token_losses(collate(alone, pad_id=258)).sum().item()
                     assert loss == pytest.approx(expected, rel=1e-5)
+
+
+WINDOWED = {
+    "mistral": {"sliding_window": 7},
+    "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
+    "mamba2": {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1, "chunk_size": 4},
+}
+
+
+@pytest.mark.parametrize("family", [*UNDESCRIBED, *WINDOWED])
+def test_candidates_share_a_row_only_where_a_mask_keeps_them_apart(family, monkeypatch):
+    """No recurrent state passes from one to the next, and a sliding window of 7 holds in rows of 14 tokens."""
+    monkeypatch.setitem(tests.undescribed.UNDESCRIBED, family, {**WINDOWED, **UNDESCRIBED}[family])
+    backbone = as_backbone(plain(family), monkeypatch)
+    groups = tuple({linear.group for linear in backbone.info.linears})
+    rows = [
+        Candidates(tuple(prompt), tuple(map(tuple, random_rows(lengths, 2))))
+        for prompt, lengths in zip(random_rows([2, 7], 1), ([2, 2], [3, 4]), strict=True)
+    ]
+    with SlotModel(backbone, [AdapterPlan((Lora(2, 1.0, groups),))]) as model:
+        together = candidate_losses(model, [rows], batch_tokens=1000, pad_id=PAD)
+        alone = [
+            [candidate_losses(model, [[one]], batch_tokens=1000, pad_id=PAD)[0][0][0] for one in row.singles]
+            for row in rows
+        ]
+    assert together == [[pytest.approx(losses, rel=1e-6) for losses in alone]]
 
 
 @pytest.mark.parametrize("experts", [1, 2])

@@ -3,8 +3,9 @@
 A row is `[prompt | candidate 0 | candidate 1 | …]`. A candidate attends to the prompt and to itself, and its positions
 start where the prompt ends. So it gets the likelihood that it would get alone, while the prompt runs once.
 
-An encoder-decoder model reads the prompt in its encoder, where it runs once for every candidate: there a row holds one
-candidate.
+A row holds one candidate where that would not hold: in an encoder-decoder model, which reads the prompt in its encoder,
+in models with recurrent or convolutional layers, which no mask keeps apart, and where a row is longer than a sliding
+window (`ModelInfo.masked_span`).
 """
 
 from __future__ import annotations
@@ -37,6 +38,11 @@ class LikelihoodModel(Protocol):
     @property
     def seq2seq(self) -> Seq2Seq | None:
         """Special tokens of an encoder-decoder model; None for other models."""
+        ...
+
+    @property
+    def masked_span(self) -> int | None:
+        """The longest row whose candidates a mask keeps apart; None for any, 0 for none."""
         ...
 
     def token_losses(self, batch: SlotBatch) -> Tensor:
@@ -94,14 +100,15 @@ def candidate_losses(
         batch_tokens: Bound on the tokens of one forward pass, padding included. Encoder and decoder rows are padded
             separately, and may each have about that many.
     """
-    if model.seq2seq is not None:
-        alone = [[single for row in slot_rows for single in row.singles] for slot_rows in rows]
-        slot_losses = _losses(model, alone, batch_tokens, pad_id)
-        return [
-            [[loss for (loss,) in islice(losses, len(row.responses))] for row in slot_rows]
-            for slot_rows, losses in zip(rows, map(iter, slot_losses), strict=True)
-        ]
-    return _losses(model, rows, batch_tokens, pad_id)
+    span, longest = model.masked_span, max((row.tokens for slot_rows in rows for row in slot_rows), default=0)
+    if span is None or longest <= span:
+        return _losses(model, rows, batch_tokens, pad_id)
+    alone = [[single for row in slot_rows for single in row.singles] for slot_rows in rows]
+    slot_losses = _losses(model, alone, batch_tokens, pad_id)
+    return [
+        [[loss for (loss,) in islice(losses, len(row.responses))] for row in slot_rows]
+        for slot_rows, losses in zip(rows, map(iter, slot_losses), strict=True)
+    ]
 
 
 def _losses(
