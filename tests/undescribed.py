@@ -108,6 +108,6 @@ def plain(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> An
 
 def as_backbone(model: Any, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Backbone:
     """Returns a model as a backbone of a family without a description."""
-    monkeypatch.setattr(backbone, "_prepared", lambda _: None)
+    monkeypatch.setattr(backbone, "_family_of", lambda _: None)
     tokenizer = SimpleNamespace(pad_token_id=PAD, eos_token_id=END)
     return make_backbone(model, tokenizer, name=model.config.model_type, **options)

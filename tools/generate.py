@@ -30,7 +30,9 @@ from fedguild.measuring.costs.published import compare
 from fedguild.measuring.costs.published_claims import CLAIMS
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
+from fedguild.model.families import FAMILIES
 from fedguild.model.info import ModelInfo
+from fedguild.model.moe.family import Family
 from fedguild.report import table_figures
 from fedguild.server.method import is_client_mean
 from tools.records.cells import CellRecord, read_choices, read_records
@@ -370,6 +372,25 @@ def _decisions(page: Path) -> str:
     return "\n".join(["| number | decision | date |", "| --- | --- | --- |", *rows, ""])
 
 
+def _families(page: Path) -> str:
+    """Returns the families of mixture-of-experts models whose routers and experts can be adapted."""
+    rows = [[f"`{one.name}`", one.title, _told(FAMILIES.load(one.name))] for one in FAMILIES.found()]
+    return _as_markdown([["model_type", "family", "weights of the active experts"], *rows])
+
+
+def _told(family: Family) -> str:
+    """Returns a family's rule in words."""
+    routing = family.routing
+    words = [routing.get("score", "softmax")]
+    if renormalised := routing.get("renormalise"):
+        words.append("made to sum to one" if renormalised is True else "made to sum to one or not, by the config")
+    if "groups" in routing:
+        words.append("chosen by groups, with a bias")
+    elif family.bias:
+        words.append("chosen with a bias")
+    return ", ".join(words)
+
+
 def _several_gpus(page: Path) -> str:
     """Returns the fewest GPUs for models that one does not hold, or hardly."""
     models = [describe_config(name) for name in ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3")]
@@ -456,6 +477,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "private-methods": _private,
     "secure-methods": _secure,
     "decisions": _decisions,
+    "families": _families,
     "several-gpus": _several_gpus,
     "attacks": _attacks,
 }

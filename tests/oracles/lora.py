@@ -57,7 +57,7 @@ class MergedModel:
     def __init__(self, model: Any, info: ModelInfo, plan: AdapterPlan, adapter: Mapping[str, Tensor]) -> None:
         self.model = model
         self.active = plan.active_experts
-        self.routers = [model.get_submodule(moe.router) for moe in info.moe]
+        self.routers = [_with_top_k(model, moe.router) for moe in info.moe]
         self.weights = merged_parameters(model, info, plan, adapter)
 
     def logits(self, ids: Sequence[int]) -> Tensor:
@@ -88,6 +88,12 @@ class MergedModel:
                 break
             ids.append(token)
         return ids[len(prompt) :]
+
+
+def _with_top_k(model: Any, path: str) -> Any:
+    """Returns the router: the module of this path, or the one above if its linear layer is a module of its own."""
+    found = model.get_submodule(path)
+    return found if hasattr(found, "top_k") else model.get_submodule(path.rpartition(".")[0])
 
 
 def _product(module: str, plan: AdapterPlan, adapter: Mapping[str, Tensor]) -> Tensor:

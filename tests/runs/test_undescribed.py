@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _without_description(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backbone, "_prepared", lambda _: None)
+    monkeypatch.setattr(backbone, "_family_of", lambda _: None)
 
 
 def test_fedit_trains_attention_and_its_export_is_the_model(folder: Path, tmp_path: Path) -> None:

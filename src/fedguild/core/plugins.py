@@ -18,7 +18,7 @@ import ast
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.machinery import ModuleSpec, PathFinder
@@ -44,7 +44,7 @@ class Found:
         title: First line of the docstring of its function or module, without the final period; else the summary
             of its distribution.
         origin: `fedguild`, or the name and version of the distribution that it comes from.
-        target: The entry point, `module` or `module:attribute`.
+        target: The entry point, `module` or `module:attribute`; empty for a plug-in that is listed without code.
         fault: The reason why it cannot be used; empty if none is known.
     """
 
@@ -76,6 +76,7 @@ class Plugins(Generic[T]):
             define it are not plug-ins. If empty, every module whose name does not begin with `_` is one, and `accept`
             receives the module.
         dashes: Whether `_` in a file name becomes `-` in the plug-in's name.
+        listed: Returns name -> title of the built-in plug-ins that are data, not modules; `accept` receives None.
     """
 
     noun: str
@@ -84,9 +85,11 @@ class Plugins(Generic[T]):
     accept: Callable[[str, Any], T]
     attribute: str = ""
     dashes: bool = False
+    listed: Callable[[], Mapping[str, str]] = dict
 
     def found(self) -> tuple[Found, ...]:
-        return discover(self.package, self.group, attribute=self.attribute, dashes=self.dashes)
+        listed = tuple(Found(name, title, _root(self.package), "") for name, title in self.listed().items())
+        return _discover(self.package, self.group, self.attribute, self.dashes, listed, tuple(sys.path))
 
     def __iter__(self) -> Iterator[str]:
         return iter(sorted(plugin.name for plugin in self.found() if not plugin.fault))
@@ -124,7 +127,7 @@ class Plugins(Generic[T]):
                 yield replace(plugin, fault=in_one_line(error))
 
     def _accepted(self, plugin: Found) -> T:
-        loaded = EntryPoint(plugin.name, plugin.target, "").load()
+        loaded = EntryPoint(plugin.name, plugin.target, "").load() if plugin.target else None
         if self.attribute and isinstance(loaded, ModuleType):
             loaded = getattr(loaded, self.attribute)
         return self.accept(plugin.name, loaded)
@@ -137,12 +140,14 @@ def discover(package: str, group: str, *, attribute: str = "", dashes: bool = Fa
     same name, neither is used. Both cases are recorded in `fault`. The search runs once per `sys.path`: packages
     installed later are found by the next process.
     """
-    return _discover(package, group, attribute, dashes, tuple(sys.path))
+    return _discover(package, group, attribute, dashes, (), tuple(sys.path))
 
 
 @lru_cache(maxsize=64)
-def _discover(package: str, group: str, attribute: str, dashes: bool, path: tuple[str, ...]) -> tuple[Found, ...]:
-    shipped = sorted(_shipped(package, attribute, dashes), key=lambda plugin: plugin.name)
+def _discover(
+    package: str, group: str, attribute: str, dashes: bool, listed: tuple[Found, ...], path: tuple[str, ...]
+) -> tuple[Found, ...]:
+    shipped = sorted((*listed, *_shipped(package, attribute, dashes)), key=lambda plugin: plugin.name)
     others = sorted(_installed(group), key=lambda plugin: (plugin.name, plugin.origin))
     uses = Counter(plugin.name for plugin in (*shipped, *others))
     for index, plugin in enumerate(others):

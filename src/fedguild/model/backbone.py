@@ -25,7 +25,8 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.kernels.fused import fuse
 from fedguild.model.known import find_known, known_models
 from fedguild.model.linears import adaptable_linears
-from fedguild.model.moe.family import Family, moe_layers
+from fedguild.model.moe.family import Family, attach, moe_layers
+from fedguild.model.moe.native import check, native_layers
 from fedguild.model.moe.undescribed import undescribed_moe
 from fedguild.model.moe.view import MoeLayer
 from fedguild.model.packaged import EMBEDDED, PACKAGED
@@ -305,15 +306,19 @@ def make_backbone(
     """
     model.requires_grad_(False)
     model.eval()
-    with next(model.parameters()).device if ranks is not None else nullcontext():
-        family = _prepared(model)
+    family = _family_of(model)
+    natives = native_layers(model, family) if family else []
+    if family:
+        with next(model.parameters()).device if ranks is not None else nullcontext():
+            family.prepare(model)
     if gradient_checkpointing:
         _checkpoint_layers(model, name)
     _require_padding(tokenizer)
     runtime = Runtime()
     layers = moe_layers(model, family, runtime) if family else []
     if family and layers:
-        family.attach(model, layers)
+        attach(model, family, layers)
+        check(model, family, layers, natives)
     info = describe(model, name, layers)
     if info.undescribed and model.dtype is torch.float64:
         model.set_experts_implementation("eager")  # transformers' grouped products lack fp64
@@ -423,8 +428,10 @@ def describe_architecture(config: Mapping[str, Any], name: str) -> ModelInfo:
 
 def _described(config: PreTrainedConfig, name: str, trust_remote_code: bool = False) -> ModelInfo:
     model = _without_weights(config, trust_remote_code)
-    with torch.device("meta"):
-        family = _prepared(model)
+    family = _family_of(model)
+    if family:
+        with torch.device("meta"):
+            family.prepare(model)
     info = describe(model, name, moe_layers(model, family, Runtime()) if family else [])
     if info.moe and info.top_k > (experts := min(layer.num_experts for layer in info.moe)):
         raise ModelError(
@@ -434,12 +441,10 @@ def _described(config: PreTrainedConfig, name: str, trust_remote_code: bool = Fa
     return info
 
 
-def _prepared(model: Any) -> Family | None:
+def _family_of(model: Any) -> Family | None:
     name = str(model.config.model_type)
     if name in FAMILIES:
-        family = FAMILIES.load(name)
-        family.prepare(model)
-        return family
+        return FAMILIES.load(name)
     return None
 
 

@@ -27,6 +27,19 @@ class LinearInfo:
 
 
 @dataclass(frozen=True)
+class ExpertLayout:
+    """How transformers stores an expert's matrices.
+
+    Attributes:
+        transposed: Whether they are [in, out], not [out, in].
+        interleaved: Whether the rows of gate and up alternate, and do not lie one above the other.
+    """
+
+    transposed: bool = False
+    interleaved: bool = False
+
+
+@dataclass(frozen=True)
 class MoeInfo:
     """A mixture-of-experts layer.
 
@@ -39,6 +52,7 @@ class MoeInfo:
         projections: An expert's matrices: its input projections, then its output projection.
         routing: `softmax` over all experts, `sigmoid` of each, or `groups`: a softmax of which limited groups of
             experts are chosen.
+        layout: How transformers' own model stores the experts' matrices.
     """
 
     name: str
@@ -50,6 +64,7 @@ class MoeInfo:
     width: int
     projections: tuple[str, ...] = EXPERT_PROJECTIONS
     routing: Routing = "softmax"
+    layout: ExpertLayout = ExpertLayout()
 
     @property
     def expert_parameters(self) -> int:

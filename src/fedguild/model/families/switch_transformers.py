@@ -1,9 +1,9 @@
-"""SwitchTransformers: experts that transformers stores separately, stacked for the view.
+"""SwitchTransformers (Fedus et al., 2022).
 
-A sparse MLP of this family has a router that takes the best expert of each token, times its probability, and a
-`ModuleDict` of experts without a gate: wo relu(wi x). The stack takes the place of the `ModuleDict`, so the experts run
-grouped and with the trainables of several slots, like those of every other family. `published` returns a weight's
-original names in transformers.
+Its experts, which transformers stores separately, are stacked for the view. A sparse MLP of this family has a router
+that takes the best expert of each token, times its probability, and a `ModuleDict` of experts without a gate:
+wo relu(wi x). The stack takes the place of the `ModuleDict`, so the experts run grouped and with the trainables of
+several slots, like those of every other family. `published` returns a weight's original names in transformers.
 
 Source: Fedus et al., Switch Transformers, JMLR 2022, Section 2; transformers' `SwitchTransformersSparseMLP`, whose
 expert capacity is counted in each row, earlier tokens first. Deviation: the expert is chosen in fp32, while
@@ -12,7 +12,8 @@ transformers first rounds the probabilities to the model's dtype, so in bf16 a n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,13 +24,9 @@ from transformers.models.switch_transformers.modeling_switch_transformers import
 )
 
 from fedguild.core.errors import ModelError
-from fedguild.model.info import MoeInfo
-from fedguild.model.moe.experts import FrozenExperts
 from fedguild.model.moe.family import Family
-from fedguild.model.moe.routing import RoutingRule
 from fedguild.model.moe.view import MoeLayer
 
-PROJECTIONS = ("up_proj", "down_proj")
 _PUBLISHED = {"up_proj": "wi", "down_proj": "wo"}
 
 
@@ -43,7 +40,8 @@ class SwitchExperts(nn.Module):
         super().__init__()
         self.up_proj = nn.Parameter(up, requires_grad=False)
         self.down_proj = nn.Parameter(down, requires_grad=False)
-        self.activation = activation
+        self.act_fn = activation
+        self.has_gate = False
         self.run: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
 
     def forward(self, hidden: Tensor, selected: Tensor, weights: Tensor) -> Tensor:
@@ -55,14 +53,15 @@ class SwitchExperts(nn.Module):
             weights: [N, 1].
         """
         assert self.run is not None
-        chosen = selected.argmax(dim=-1).masked_fill(~selected.any(dim=-1), selected.shape[-1])
-        return self.run(hidden, chosen, weights)
+        return self.run(hidden, _chosen(selected), weights)
 
 
 class SwitchTransformers(Family):
     """SwitchTransformers; see the module's docstring."""
 
     router = "router"
+    projection = "classifier"
+    routing: Mapping[str, Any] = MappingProxyType({})
     linear = True
 
     def prepare(self, model: nn.Module) -> None:
@@ -79,26 +78,26 @@ class SwitchTransformers(Family):
                 _stacked(experts, "wi"), _stacked(experts, "wo"), next(iter(experts.values())).act
             )
             block.router.classifier.to(block.router.dtype)
-
-    def info(self, name: str, block: Any) -> MoeInfo:
-        num_experts, width, hidden = block.experts.up_proj.shape
-        router = f"{name}.router.classifier"
-        return MoeInfo(name, router, f"{name}.experts", num_experts, 1, hidden, width, PROJECTIONS)
-
-    def rule(self, router: Any) -> RoutingRule:
-        return RoutingRule()
+            block.router.top_k = 1  # type: ignore[assignment]
 
     def capacity(self, router: Any) -> int | None:
         return int(router.expert_capacity)
 
-    def frozen(self, experts: Any) -> FrozenExperts:
-        return FrozenExperts(experts.up_proj, experts.down_proj, experts.activation)
+    def decoded(self, output: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns logits, weights and indices of (one-hot [.., 1, M], weights [.., 1], logits [.., M])."""
+        selected, weights, logits = output
+        return logits.flatten(0, -2), weights.reshape(-1, 1), _chosen(selected).reshape(-1, 1)
+
+    def encoded(self, output: Any, logits: Tensor, weights: Tensor, indices: Tensor) -> Any:
+        selected, native, own = output
+        experts = logits.shape[-1]
+        one_hot = nn.functional.one_hot(indices, experts + 1)[..., :experts]
+        return one_hot.view_as(selected), weights.to(native.dtype).view_as(native), logits.view_as(own)
 
     def attach(self, model: Any, layers: Sequence[MoeLayer]) -> None:
         for layer in layers:
             experts: Any = layer.experts
             experts.run = layer.run
-            layer.router.register_forward_hook(_top1_hook(layer))
 
     def published(self, weight: str, experts: int) -> list[str]:
         """Returns `….expert_0.wi`, `….expert_1.wi`, … of `….up_proj`, and `….wo` of `….down_proj`."""
@@ -109,19 +108,9 @@ class SwitchTransformers(Family):
 FAMILY = SwitchTransformers()
 
 
-def _top1_hook(layer: MoeLayer) -> Any:
-    """Returns a forward hook that rewrites a router's (one-hot [.., 1, M], weight [.., 1], logits [.., M])."""
-
-    def hook(module: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        if layer.runtime.current is None:
-            return output
-        selected, native, logits = output
-        hidden, experts = args[0], logits.shape[-1]
-        ours, weights, indices = layer.routed(hidden.reshape(-1, hidden.shape[-1]), logits.reshape(-1, experts))
-        one_hot = nn.functional.one_hot(indices, experts + 1)[..., :experts]
-        return one_hot.view_as(selected), weights.to(native.dtype).view_as(native), ours.view_as(logits)
-
-    return hook
+def _chosen(selected: Tensor) -> Tensor:
+    """Returns the expert [.., 1] of a one-hot choice [.., 1, M]; M where there is none."""
+    return selected.argmax(dim=-1).masked_fill(~selected.any(dim=-1), selected.shape[-1])
 
 
 def _stacked(experts: SwitchTransformersExperts, linear: str) -> Tensor:

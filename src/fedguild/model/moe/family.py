@@ -2,21 +2,23 @@
 
 `Family` fits the architectures whose experts transformers fuses into stacked parameters. It uses the extension points
 of transformers: the experts run through an implementation registered in `ALL_EXPERTS_FUNCTIONS`, and a forward hook
-replaces the router's result. No class of the library is patched.
+replaces the router's result. No class of the library is patched. `native.py` checks a family against the model itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
 
-from fedguild.core.errors import ModelError
-from fedguild.model.info import MoeInfo
+from fedguild.core.errors import ModelError, in_one_line
+from fedguild.model.info import EXPERT_PROJECTIONS, MoeInfo
 from fedguild.model.moe.experts import FrozenExperts
+from fedguild.model.moe.layout import canonicalise, layout_of
 from fedguild.model.moe.routing import RoutingRule
 from fedguild.model.moe.view import MoeLayer
 from fedguild.model.runtime import Runtime
@@ -25,35 +27,51 @@ IMPLEMENTATION = "fedguild_slots"
 
 
 class Family:
-    """An architecture, identified by its `model_type` in transformers.
+    """An architecture, identified by its `model_type` in transformers: data, and methods to override if it needs code.
 
     The defaults fit a block of M experts with
 
-    - `experts`, a module decorated with transformers' `use_experts_implementation`, with the parameters `gate_up_proj`
-      [M, 2 F, H] and `down_proj` [M, H, F];
-    - `gate`, a module that returns logits [N, M], weights [N, k] and indices [N, k]. It has `top_k` and, if the active
-      experts' weights can be made to sum to one, `norm_topk_prob`. Its parameter is `weight` [M, H]; a buffer
-      `e_score_correction_bias` [M] is added to the scores for the choice alone.
-
-    Subclasses override whatever differs.
+    - `experts`, a module decorated with transformers' `use_experts_implementation`. Its `gate_up_proj` [M, 2 F, H], or
+      `up_proj` [M, F, H] if it has no gate, and its `down_proj` [M, H, F] may be transposed or interleaved
+      (`layout.py`) and have biases;
+    - a router that returns logits [N, M], weights [N, k] and indices [N, k]. It has `top_k`.
 
     Attributes:
         router: Name of the router in a block.
+        projection: Path of the linear layer in the router whose `weight` is [M, H]; empty if the router has it itself.
+        bias: Path in a block of the bias [M] that is added to the scores for the choice alone; if empty, the router's
+            `e_score_correction_bias`, if it has one.
+        routing: The fields of the rule, as in `RoutingRule.of`.
         linear: Whether routers and experts are linear layers in transformers' own model, so that PEFT adapts them as
             modules and not as parameters.
+
+    Args:
+        described: Attributes that differ from the class's.
     """
 
-    router = "gate"
-    linear = False
+    router: str = "gate"
+    projection: str = ""
+    bias: str = ""
+    routing: Mapping[str, Any] = MappingProxyType({"renormalise": "norm_topk_prob"})
+    linear: bool = False
+
+    def __init__(self, **described: Any) -> None:
+        for name, value in described.items():
+            if name not in Family.__annotations__:
+                raise TypeError(f"a model family has no '{name}', only {', '.join(Family.__annotations__)}")
+            setattr(self, name, value)
 
     def prepare(self, model: nn.Module) -> None:
-        """Changes a loaded model, or one of meta tensors, before its experts are located; does nothing by default.
+        """Changes a loaded model, or one of meta tensors, before its experts are located.
 
-        An architecture that stores its experts as separate modules stacks them here.
+        By default, experts that are stored in another layout get the view's. An architecture that stores its experts
+        as separate modules stacks them here.
 
         Raises:
             ModelError: the model cannot be changed.
         """
+        for _, block in moe_blocks(model):
+            canonicalise(block.experts)
 
     def info(self, name: str, block: Any) -> MoeInfo:
         """Returns names and sizes of a block.
@@ -62,32 +80,52 @@ class Family:
             block: A module with the attribute `experts`.
         """
         experts = block.experts
+        num_experts, hidden, width = experts.down_proj.shape
         return MoeInfo(
             name=name,
-            router=f"{name}.{self.router}",
+            router=".".join(filter(None, (name, self.router, self.projection))),
             experts=f"{name}.experts",
-            num_experts=experts.gate_up_proj.shape[0],
+            num_experts=num_experts,
             top_k=int(getattr(block, self.router).top_k),
-            hidden=experts.gate_up_proj.shape[2],
-            width=experts.down_proj.shape[2],
+            hidden=hidden,
+            width=width,
+            projections=EXPERT_PROJECTIONS if getattr(experts, "has_gate", True) else EXPERT_PROJECTIONS[1:],
+            layout=layout_of(experts),
         )
 
     def rule(self, router: Any) -> RoutingRule:
-        """Returns the rule from logits to active experts and weights; by default softmax over all and the best k."""
-        return RoutingRule(renormalise=bool(getattr(router, "norm_topk_prob", False)))
+        """Returns the rule from logits to active experts and weights."""
+        return RoutingRule.of(router, **self.routing)
+
+    def selection_bias(self, block: Any) -> Tensor | None:
+        """Returns the bias [M] of the choice. Called in every pass, because sharding moves it."""
+        if not self.bias:
+            found: Tensor | None = getattr(getattr(block, self.router), "e_score_correction_bias", None)
+            return found
+        for name in self.bias.split("."):
+            block = getattr(block, name)
+        return None if block is None else block.reshape(-1)
 
     def capacity(self, router: Any) -> int | None:
         return None
 
     def frozen(self, experts: Any) -> FrozenExperts:
         """Returns the experts' weights. Called in every pass, so that 4-bit weights are unpacked for one layer only."""
+        if not getattr(experts, "has_gate", True):
+            return FrozenExperts(experts.up_proj, experts.down_proj, experts.act_fn)
         return FrozenExperts(experts.gate_up_proj, experts.down_proj, experts._apply_gate)
 
-    def attach(self, model: Any, layers: Sequence[MoeLayer]) -> None:
-        """Routes a model's layers through the view.
+    def decoded(self, output: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns logits [N, M], weights [N, k] and indices [N, k] of a router's output."""
+        logits, weights, indices, *_ = output
+        return logits, weights, indices
 
-        While `layer.runtime.current` is set, the router's result comes from `layer.routed`. The experts' output comes
-        from `layer.run` in any case.
+    def encoded(self, output: Any, logits: Tensor, weights: Tensor, indices: Tensor) -> Any:
+        """Returns the router's output with other logits, weights and indices (M where nothing is active)."""
+        return logits, weights.to(output[1].dtype), indices, *output[3:]
+
+    def attach(self, model: Any, layers: Sequence[MoeLayer]) -> None:
+        """Routes the experts' output of a model's layers through `layer.run`.
 
         Args:
             layers: All of its mixture-of-experts layers, at least one.
@@ -98,7 +136,6 @@ class Family:
         model.set_experts_implementation(IMPLEMENTATION)
         for layer in layers:
             object.__setattr__(layer.experts, "fedguild_layer", layer)
-            layer.router.register_forward_hook(_router_hook(layer))
 
     def published(self, weight: str, experts: int) -> list[str]:
         """Returns the linear layers of transformers' own model that `prepare` stacked into a weight, one per expert.
@@ -120,7 +157,7 @@ def moe_blocks(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, block
 
 
-def moe_layers(model: nn.Module, family: Family, runtime: Runtime) -> list[MoeLayer]:
+def moe_layers(model: Any, family: Family, runtime: Runtime) -> list[MoeLayer]:
     """Returns the mixture-of-experts layers of a prepared model, in module order.
 
     Raises:
@@ -132,23 +169,42 @@ def moe_layers(model: nn.Module, family: Family, runtime: Runtime) -> list[MoeLa
             info, router = family.info(name, block), getattr(block, family.router)
             rule, capacity = family.rule(router), family.capacity(router)
         except AttributeError as error:
-            raise ModelError(
-                f"{name} ({type(block).__name__}) is not built as its family's layers are: {error}.",
-                "This release of transformers may be too new or too old.",
-            ) from error
-        frozen = partial(family.frozen, block.experts)
+            raise unlike(model, name, block, error) from error
+        frozen, bias = partial(family.frozen, block.experts), partial(family.selection_bias, block)
         info = replace(info, routing=rule.kind)
-        layers.append(MoeLayer(len(layers), info, router, block.experts, frozen, rule, runtime, capacity))
+        layers.append(MoeLayer(len(layers), info, router, block.experts, frozen, rule, runtime, capacity, bias))
     return layers
 
 
-def _router_hook(layer: MoeLayer) -> Any:
-    def hook(module: nn.Module, args: tuple[Tensor, ...], output: tuple[Tensor, Tensor, Tensor]) -> Any:
+def unlike(model: Any, path: str, block: Any, error: Exception) -> ModelError:
+    """Returns the error for a block that is not built as its model's family says."""
+    return ModelError(
+        f"{path} ({type(block).__name__}) is not built as the layers of '{model.config.model_type}' models are: "
+        f"{in_one_line(error)}.",
+        "This release of transformers may be too new or too old, or the family is another one.",
+    )
+
+
+def attach(model: Any, family: Family, layers: Sequence[MoeLayer]) -> None:
+    """Routes a model's layers through the view.
+
+    While `layer.runtime.current` is set, the router's result comes from `layer.routed`. The experts' output comes
+    from `layer.run` in any case.
+
+    Args:
+        layers: All of its mixture-of-experts layers, at least one.
+    """
+    family.attach(model, layers)
+    for layer in layers:
+        layer.router.register_forward_hook(_router_hook(family, layer))
+
+
+def _router_hook(family: Family, layer: MoeLayer) -> Any:
+    def hook(module: nn.Module, args: tuple[Tensor, ...], output: Any) -> Any:
         if layer.runtime.current is None:
             return output
-        logits, native, _ = output
-        logits, weights, indices = layer.routed(args[0].reshape(-1, args[0].shape[-1]), logits)
-        return logits, weights.to(native.dtype), indices
+        logits, _, _ = family.decoded(output)
+        return family.encoded(output, *layer.routed(args[0].reshape(-1, args[0].shape[-1]), logits))
 
     return hook
 

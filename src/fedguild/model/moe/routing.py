@@ -1,13 +1,13 @@
 """Routing rules: each family's function from router logits to active experts and their weights.
 
-Transformers has a router class for each family; the six fields of a `RoutingRule` describe how they differ. A test
-checks that `route` equals every family's own router.
+Transformers has a router class for each family; the fields of a `RoutingRule` describe how they differ. That `route`
+equals a model's own router is checked as the model is loaded (`native.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,7 @@ class RoutingRule:
     Attributes:
         score: `softmax` over all experts, or `sigmoid` of each (DeepSeek-V3).
         renormalise: Whether the active experts' weights are scaled to sum to one.
+        epsilon: Added to that sum.
         scaling: Factor on the weights (DeepSeek).
         groups: Number of expert groups, of which a token may use `groups_kept`; 1 means no limit.
         groups_kept: Groups that a token may use.
@@ -30,10 +31,34 @@ class RoutingRule:
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     renormalise: bool = False
+    epsilon: float = 0.0
     scaling: float = 1.0
     groups: int = 1
     groups_kept: int = 1
     group_score: Literal["max", "top2"] = "max"
+
+    @classmethod
+    def of(cls, router: Any, **described: Any) -> Self:
+        """Returns the rule that a family's data describe.
+
+        Args:
+            router: The router, for what its config decides.
+            described: The fields that differ from the default. A name in place of a number or a truth value is the
+                attribute of the router that has the value, where None means the default.
+
+        Raises:
+            AttributeError: the router has no such attribute.
+        """
+        found = {}
+        for field in fields(cls):
+            value = described.pop(field.name, None)
+            if isinstance(value, str) and not isinstance(field.default, str):
+                value = getattr(router, value)
+            if value is not None:
+                found[field.name] = type(field.default)(value)
+        if described:
+            raise AttributeError(f"a routing rule has no '{next(iter(described))}'")
+        return cls(**found)
 
     def scores(self, logits: Tensor) -> Tensor:
         """Returns the experts' scores [N, M] in fp32, before any is chosen."""
@@ -77,7 +102,7 @@ def route(
         weights = weights.masked_fill(beyond, 0.0)
         indices = indices.masked_fill(beyond, experts)
     if rule.renormalise:
-        weights = weights / (weights.sum(dim=-1, keepdim=True) + (1e-20 if rule.score == "sigmoid" else 0.0))
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + rule.epsilon)
     return weights * rule.scaling, indices
 
 

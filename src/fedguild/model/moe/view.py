@@ -67,6 +67,7 @@ class MoeLayer:
         router: The router module; `experts` the fused experts module.
         frozen: Returns the experts' frozen weights.
         capacity: Largest number of tokens of a row that an expert takes, or None without a limit.
+        selection_bias: Returns what is added to the scores for the choice alone, [M], or None.
         expert_lora: The factors of gate, up and down, stored as `run_experts` takes them, or None.
         expert_scale: [S, r] LoRA's scale of each slot's ranks, or None.
         expert_delta: [M, S, out, in] of every projection, each slot's change of the frozen weights, or None.
@@ -85,6 +86,7 @@ class MoeLayer:
     rule: RoutingRule
     runtime: Runtime
     capacity: int | None = None
+    selection_bias: Callable[[], Tensor | None] = lambda: None
     expert_lora: tuple[Factors, ...] | None = None
     expert_scale: Tensor | None = None
     expert_delta: tuple[Tensor, ...] | None = None
@@ -124,8 +126,7 @@ class MoeLayer:
         if self.chooser is not None:
             weights, indices = self.chooser(logits, slot, most, active)
         else:
-            bias = getattr(self.router, "e_score_correction_bias", None)
-            weights, indices = route(logits, self.rule, most, active, bias)
+            weights, indices = route(logits, self.rule, most, active, self.selection_bias())
         if self.capacity is None:
             return weights, indices
         return within_capacity(weights, indices, self.capacity, self.info.num_experts, sum(current.rows_per_slot))

@@ -1,7 +1,0 @@
-"""Qwen3-MoE (Qwen Team, 2025)."""
-
-from __future__ import annotations
-
-from fedguild.model.moe.family import Family
-
-FAMILY = Family()

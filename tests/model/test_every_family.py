@@ -1,0 +1,63 @@
+"""Every family that is described, on a tiny random model of its config class, against transformers' own model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedguild.data.batches import Encoded, collate
+from fedguild.model.slots import SlotModel
+from tests.backbones import EXPERTS, PAD, TOP_K, lora_plan, random_rows
+from tests.families import DESCRIBED, tiny_backbone, tiny_model
+from tests.model.merged import assert_equal_to_merged
+
+
+@pytest.mark.parametrize("family", DESCRIBED)
+def test_logits_routing_and_gradients_are_those_of_the_plain_model(family: str):
+    """In fp64: without an adapter; with LoRA on routers and experts in two slots, one with fewer active experts."""
+    plain, backbone = tiny_model(family, dtype=torch.float64), tiny_backbone(family, dtype=torch.float64)
+    ids = torch.tensor(random_rows([9, 9], seed=1))
+    native: list[torch.Tensor] = []
+    for moe in backbone.info.moe:
+        plain.get_submodule(moe.experts).register_forward_pre_hook(
+            lambda _, args: native.append(by_expert(args[2], args[1]))
+        )
+    with torch.no_grad():
+        expected, found = (model(ids, use_cache=False).logits for model in (plain, backbone.model))
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+    routed: list[torch.Tensor] = []
+    for layer in backbone.moe:
+        layer.observers.append(lambda routing: routed.append(by_expert(routing.weights, routing.indices)))
+    rows = [[Encoded(tuple(row), 2) for row in ids.tolist()]]
+    with SlotModel(backbone, [lora_plan(1, 1.0, ("router", "experts"))]) as model, torch.no_grad():
+        model.token_losses(collate(rows, PAD))
+    for layer in backbone.moe:
+        layer.observers.clear()
+    assert len(routed) == len(native) == len(backbone.moe) > 0
+    for ours, own in zip(routed, native, strict=True):
+        assert ((own != 0).sum(dim=1) == TOP_K).all()
+        torch.testing.assert_close(ours, own, rtol=1e-6, atol=1e-6)
+
+    targets = ("router", "experts")
+    plans = [
+        lora_plan(3, 0.5, targets, 2, output_scale="per_layer"),
+        lora_plan(1, 2.0, targets, output_scale="per_layer"),
+    ]
+    assert_equal_to_merged(backbone, plain, plans, [[7, 5], [6]])
+
+
+@pytest.mark.parametrize("family", DESCRIBED)
+def test_in_fp32_the_backbone_is_the_plain_model(family: str):
+    ids = torch.tensor(random_rows([9, 9], seed=1))
+    with torch.no_grad():
+        expected = tiny_model(family)(ids, use_cache=False).logits
+        found = tiny_backbone(family).model(ids, use_cache=False).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=3e-5)
+
+
+def by_expert(weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+    """Returns [N, M], each token's weight of every expert, 0 for one that it does not take."""
+    shares = torch.zeros(len(weights), EXPERTS + 1, dtype=torch.float64)
+    return shares.scatter(1, indices, weights.double())[:, :EXPERTS]
