@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.families import FAMILIES
@@ -76,9 +77,28 @@ SMALL: dict[str, Any] = {
 OWN: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mimo_v2_flash": {"num_key_value_heads": 1},
-    "phimoe": {"num_experts_per_tok": 2},
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["mamba", "moe", "attention", "mlp"],
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "phimoe": {"num_experts_per_tok": 2, "router_jitter_noise": 0.3},
 }
 """Keys that a family needs besides."""
+STACKED = frozenset(
+    {
+        "aria_text",
+        "gpt_oss",
+        "granitemoe",
+        "granitemoe_swa",
+        "granitemoehybrid",
+        "granitemoeshared",
+        "hy_v4",
+        "minimax_m3_vl_text",
+    }
+)
+"""Families whose repositories on the hub have stacked experts; others have a linear layer for each."""
 DESCRIBED = tuple(
     family.name for family in FAMILIES.found() if family.origin == "fedguild" and family.name != "switch_transformers"
 )
@@ -100,6 +120,11 @@ def tiny_model(family: str, *, dtype: torch.dtype = torch.float32, **changes: An
         for name, tensor in (*model.named_buffers(), *model.named_parameters()):
             if name.endswith(("correction_bias", "expert_bias", "router.bias", "proj_bias")):
                 tensor.detach().copy_(torch.rand(tensor.shape))
+    for module in model.modules():
+        if isinstance(module, PhimoeTopKRouter):  # it takes two experts, whatever `top_k` says
+            module.register_forward_hook(
+                lambda router, _, output: (output[0], *(o[:, : router.top_k] for o in output[1:]))
+            )
     model.set_experts_implementation("eager")
     return model.eval()
 

@@ -12,6 +12,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from fedguild.core.errors import ModelError
 from fedguild.core.payload import ADAPTER
 from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded, collate
@@ -23,6 +24,7 @@ from fedguild.model.moe.view import MoeLayer
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.model.slots import SlotModel
 from fedguild.server.method import client_model
+from tests import families
 from tests.backbones import random_rows, tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors
 from tests.oracles import flex as oracle
@@ -192,3 +194,8 @@ def test_its_products_are_counted(olmoe_backbone: Backbone) -> None:
 def test_experts_are_no_target() -> None:
     with pytest.raises(ValidationError, match="must not include experts"):
         flex(targets=["attention", "experts"])
+
+
+def test_experts_with_biases_are_refused():
+    with pytest.raises(ModelError, match=r"has no biases, but the experts of tiny gpt_oss \(gpt_oss\) have"):
+        GraftedExpert(2, 1.0, 0.5).shapes(families.tiny_backbone("gpt_oss").info)

@@ -7,7 +7,7 @@ import torch
 
 from fedguild.data.batches import Encoded, collate
 from fedguild.model.slots import SlotModel
-from tests.backbones import EXPERTS, PAD, TOP_K, lora_plan, random_rows
+from tests.backbones import EXPERTS, PAD, lora_plan, random_rows
 from tests.families import DESCRIBED, tiny_backbone, tiny_model
 from tests.model.merged import assert_equal_to_merged
 
@@ -37,12 +37,12 @@ def test_logits_routing_and_gradients_are_those_of_the_plain_model(family: str):
         layer.observers.clear()
     assert len(routed) == len(native) == len(backbone.moe) > 0
     for ours, own in zip(routed, native, strict=True):
-        assert ((own != 0).sum(dim=1) == TOP_K).all()
+        assert ((own != 0).sum(dim=1) == backbone.info.top_k).all()
         torch.testing.assert_close(ours, own, rtol=1e-6, atol=1e-6)
 
     targets = ("router", "experts")
     plans = [
-        lora_plan(3, 0.5, targets, 2, output_scale="per_layer"),
+        lora_plan(3, 0.5, targets, backbone.info.top_k // 2, output_scale="per_layer"),
         lora_plan(1, 2.0, targets, output_scale="per_layer"),
     ]
     assert_equal_to_merged(backbone, plain, plans, [[7, 5], [6]])
@@ -55,6 +55,12 @@ def test_in_fp32_the_backbone_is_the_plain_model(family: str):
         expected = tiny_model(family)(ids, use_cache=False).logits
         found = tiny_backbone(family).model(ids, use_cache=False).logits
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=3e-5)
+
+
+def test_a_model_that_its_family_does_not_cover_trains_without_its_experts():
+    backbone = tiny_backbone("nemotron_h", moe_latent_size=8)
+    assert not backbone.info.moe
+    assert backbone.info.undescribed
 
 
 def by_expert(weights: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,7 @@ def test_a_config_alone_is_described_too():
 
 
 def test_without_the_package_experts_cannot_be_adapted():
-    with pytest.raises(ModelError, match=r"family 'laguna' of.* has no description.*\ndeepseek_v2, .*olmoe"):
+    with pytest.raises(ModelError, match=r"family 'laguna' of.* has no description.*\n.*deepseek_v2, .*olmoe"):
         backbone_of("laguna").info.require_experts("FLAME")
 
 

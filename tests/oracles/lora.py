@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedguild.model.adapters.output_scale import OutputScale
-from fedguild.model.info import ModelInfo
+from fedguild.model.info import ExpertLayout, ModelInfo
 from fedguild.model.plan import AdapterPlan
 
 
@@ -19,8 +19,7 @@ def merged_parameters(
     """Returns name -> W + s·BA (or s·BRA) of every weight that the adapter changes, differentiable in the adapter.
 
     Linear layers and experts trained in full are W + D, as are routers. The output scale is folded into the
-    experts' down projection. `model` is a plain transformers model with fused experts; gate and up lie one above the
-    other in `gate_up_proj`.
+    experts' down projection. `model` is a plain transformers model with fused experts.
     """
     own = dict(model.named_parameters())
     merged: dict[str, Tensor] = {}
@@ -36,19 +35,30 @@ def merged_parameters(
         if f"{moe.router}.delta" in adapter:
             router = merged.get(f"{moe.router}.weight", own[f"{moe.router}.weight"])
             merged[f"{moe.router}.weight"] = router + adapter[f"{moe.router}.delta"]
-        gate_up, down = own[f"{moe.experts}.gate_up_proj"], own[f"{moe.experts}.down_proj"]
-        if f"{moe.experts}.gate_proj.lora_A" in adapter:
-            gate = _product(f"{moe.experts}.gate_proj", plan, adapter)
-            up = _product(f"{moe.experts}.up_proj", plan, adapter)
-            merged[f"{moe.experts}.gate_up_proj"] = gate_up + torch.cat([gate, up], dim=1)
-            down = down + _product(f"{moe.experts}.down_proj", plan, adapter)
-        if f"{moe.experts}.gate_proj.delta" in adapter:
-            gate, up = adapter[f"{moe.experts}.gate_proj.delta"], adapter[f"{moe.experts}.up_proj.delta"]
-            so_far = merged.get(f"{moe.experts}.gate_up_proj", gate_up)
-            merged[f"{moe.experts}.gate_up_proj"] = so_far + torch.cat([gate, up], dim=1)
-            down = down + adapter[f"{moe.experts}.down_proj.delta"]
-        merged[f"{moe.experts}.down_proj"] = down * _output_scale(moe.name, plan, adapter)
+        *inner, last = (f"{moe.experts}.{projection}" for projection in moe.projections)
+        first = f"{moe.experts}.gate_up_proj" if len(inner) > 1 else inner[0]
+        before, down = own[first], own[last]
+        if f"{last}.lora_A" in adapter:
+            before = before + _input_change([_product(name, plan, adapter) for name in inner], moe.layout)
+            down = down + _as_stored(_product(last, plan, adapter), moe.layout)
+        if f"{last}.delta" in adapter:
+            before = before + _input_change([adapter[f"{name}.delta"] for name in inner], moe.layout)
+            down = down + _as_stored(adapter[f"{last}.delta"], moe.layout)
+        scale = _output_scale(moe.name, plan, adapter)
+        merged |= {first: before, last: down * scale}
+        if moe.biased:
+            merged[f"{last}_bias"] = own[f"{last}_bias"] * scale
     return merged
+
+
+def _input_change(parts: Sequence[Tensor], layout: ExpertLayout) -> Tensor:
+    """Returns the change of a layer's input projections, of each [M, F, H], as transformers stores them together."""
+    rows = torch.stack(parts, dim=2 if layout.interleaved else 1).flatten(1, 2)
+    return _as_stored(rows, layout)
+
+
+def _as_stored(change: Tensor, layout: ExpertLayout) -> Tensor:
+    return change.transpose(1, 2) if layout.transposed else change
 
 
 class MergedModel:

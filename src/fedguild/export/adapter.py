@@ -27,6 +27,7 @@ from fedguild.export.weights import (
     merged_beyond,
     output_scales,
     published_modules,
+    published_rows,
     stacked_factors,
     summed_rank,
 )
@@ -134,6 +135,7 @@ def peft_tensors(model: ModelInfo, deployment: Deployment) -> dict[str, Tensor]:
         down, up = stacked_factors(deployment.tensors, modules)
         if _is_parameter(model, weight):
             if down.dim() == 3:
+                up = published_rows(model, weight, up)
                 down, up = down.flatten(0, 1), up.permute(1, 2, 0).flatten(1)
             places = [(_wrapper(weight), down, up)]
         else:
@@ -165,11 +167,11 @@ def _is_parameter(model: ModelInfo, weight: str) -> bool:
 def _wrapper(weight: str) -> str:
     """Returns the path of peft's wrapper around a weight.
 
-    The wrappers of a module's parameters are nested in the order of the parameters, so that of `gate_up_proj` lies
-    inside that of `down_proj`.
+    The wrappers of a module's parameters are nested in the order of the parameters, so that of the experts' input
+    projections lies inside that of `down_proj`.
     """
     module, leaf = weight.rsplit(".", 1)
-    return f"{module}.base_layer" if leaf == "gate_up_proj" else module
+    return f"{module}.base_layer" if leaf in ("gate_up_proj", "up_proj") else module
 
 
 def _in_layer(weight: str) -> str:

@@ -28,9 +28,11 @@ from fedguild.export.weights import (
     folded,
     output_scales,
     published_modules,
+    published_weight,
     stacked_factors,
 )
 from fedguild.model.backbone import Backbone
+from fedguild.model.families import FAMILIES
 from fedguild.model.weight_changes import changes, require_unquantised, weight_modules, with_changes
 from fedguild.server.method import Deployment
 
@@ -92,7 +94,9 @@ def merged_weights(backbone: Backbone, deployment: Deployment) -> Iterator[tuple
     adapted, changed = adapted_weights(info, deployment.plan), changed_weights(info, deployment.plan)
     modules, merges = weight_modules(info), changes(deployment.merged)
     scales = output_scales(info, deployment)
-    factors = {f"{moe.experts}.down_proj": scales[moe.name] for moe in info.moe}
+    factors = {
+        f"{moe.experts}.{name}": scales[moe.name] for moe in info.moe for name in ("down_proj", "down_proj_bias")
+    }
     for name, weight in backbone.model.state_dict().items():
         if name not in backbone.model.all_tied_weights_keys:
             is_changed = not merges.keys().isdisjoint(modules.get(name, ()))
@@ -126,6 +130,7 @@ def _merged(
 def _published(backbone: Backbone, name: str, weight: Tensor) -> Iterable[tuple[str, Tensor]]:
     if modules := published_modules(backbone.info, name):
         return ((f"{module}.weight", part) for module, part in zip(modules, weight.unbind(), strict=True))
+    weight = published_weight(backbone.info, name, weight)
     converted: dict[str, Tensor] = revert_weight_conversion(backbone.model, {name: weight})
     return converted.items()
 
@@ -134,8 +139,15 @@ def _write_config(folder: Path, backbone: Backbone, active_experts: int | None, 
     config = copy.deepcopy(backbone.model.config)
     config.architectures = [type(backbone.model).__name__]
     config.dtype = str(backbone.dtype).removeprefix("torch.")
-    if active_experts is not None and hasattr(config.get_text_config(), "num_experts_per_tok"):
-        config.get_text_config().num_experts_per_tok = active_experts
+    info = backbone.info
+    if active_experts not in (None, info.top_k):
+        key = FAMILIES.load(info.family).active
+        if not hasattr(config.get_text_config(), key):
+            raise ModelError(
+                f"No config makes '{info.family}' models run {active_experts} of their {info.top_k} active experts.",
+                "Export a budget with all of them.",
+            )
+        setattr(config.get_text_config(), key, active_experts)
     for name, value in settings.items():
         setattr(config, name, value)
     config.save_pretrained(folder)

@@ -12,7 +12,8 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.families import FAMILIES
 from fedguild.model.folding import CHANGE
-from fedguild.model.info import ModelInfo
+from fedguild.model.info import ModelInfo, MoeInfo
+from fedguild.model.moe.layout import published
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.weight_changes import Factors, changes, weight_modules
 from fedguild.server.aggregation import pad_rank
@@ -40,6 +41,25 @@ def published_modules(model: ModelInfo, weight: str) -> list[str]:
         if weight.startswith(f"{moe.experts}."):
             return FAMILIES.load(model.family).published(weight, moe.num_experts)
     return []
+
+
+def published_weight(model: ModelInfo, weight: str, value: Tensor) -> Tensor:
+    """Returns a weight as transformers' own model has it: experts in their published layout."""
+    moe, leaf = _experts_with(model, weight)
+    return value if moe is None else published(value, leaf, moe.layout)
+
+
+def published_rows(model: ModelInfo, weight: str, rows: Tensor) -> Tensor:
+    """Returns the rows [M, out, ..] of experts' outputs in the order of transformers' own model."""
+    moe, leaf = _experts_with(model, weight)
+    return rows if moe is None else published(rows, leaf, replace(moe.layout, transposed=False))
+
+
+def _experts_with(model: ModelInfo, weight: str) -> tuple[MoeInfo | None, str]:
+    """Returns the layer whose experts have a weight of three dimensions, and the weight's own name."""
+    path, _, leaf = weight.rpartition(".")
+    found = next((moe for moe in model.moe if moe.experts == path), None)
+    return (None, leaf) if leaf.endswith("_bias") else (found, leaf)
 
 
 def beyond_weights(plan: AdapterPlan) -> list[str]:

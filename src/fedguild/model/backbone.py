@@ -443,9 +443,9 @@ def _described(config: PreTrainedConfig, name: str, trust_remote_code: bool = Fa
 
 def _family_of(model: Any) -> Family | None:
     name = str(model.config.model_type)
-    if name in FAMILIES:
-        return FAMILIES.load(name)
-    return None
+    family = FAMILIES.load(name) if name in FAMILIES else None
+    fits = family is not None and not (family.unless and getattr(model.config, family.unless, None))
+    return family if fits else None
 
 
 def _without_weights(config: PreTrainedConfig, trust_remote_code: bool, **options: Any) -> Any:

@@ -12,7 +12,13 @@ from fedguild.core.errors import ConfigError, ModelError
 from fedguild.data.batches import Seq2Seq
 
 Group = Literal["attention", "mixer", "mlp"]
-Routing = Literal["softmax", "sigmoid", "groups"]
+Routing = Literal["softmax", "sigmoid", "groups", "biased", "sparsemixer"]
+_NO_SOFTMAX = {
+    "sigmoid": "scores by sigmoid",
+    "groups": "limits expert groups",
+    "biased": "adds a bias for the choice",
+    "sparsemixer": "leaves out experts far from the best",
+}
 EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -50,9 +56,10 @@ class MoeInfo:
         hidden: Width of the layer's input and output.
         width: Inner width of one expert.
         projections: An expert's matrices: its input projections, then its output projection.
-        routing: `softmax` over all experts, `sigmoid` of each, or `groups`: a softmax of which limited groups of
-            experts are chosen.
+        routing: `softmax` over all experts, `sigmoid` of each, `groups` (a softmax of which limited groups of experts
+            are chosen), `biased` (a softmax, the experts chosen with a bias), or `sparsemixer`.
         layout: How transformers' own model stores the experts' matrices.
+        biased: Whether the experts' projections have biases.
     """
 
     name: str
@@ -65,6 +72,7 @@ class MoeInfo:
     projections: tuple[str, ...] = EXPERT_PROJECTIONS
     routing: Routing = "softmax"
     layout: ExpertLayout = ExpertLayout()
+    biased: bool = False
 
     @property
     def expert_parameters(self) -> int:
@@ -165,7 +173,7 @@ class ModelInfo:
         if other is not None:
             raise ModelError(
                 f"{who} needs a router that is a softmax over all experts; the router of {self.name} "
-                f"({self.family}) {'scores by sigmoid' if other == 'sigmoid' else 'limits expert groups'}.",
+                f"({self.family}) {_NO_SOFTMAX[other]}.",
                 "Choose OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE or a DeepSeek-V2 without groups.",
             )
 

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from fedguild.core.errors import ModelError
 from fedguild.model.adapters.lora import DOWN, UP, ReadyFactors, in_place, kaiming_uniform, through_factors
 from fedguild.model.adapters.part import AdapterHost, AdapterPart, OutputHook
 from fedguild.model.adapters.storage import Layout, padded_rank
@@ -58,9 +59,14 @@ class GraftedExpert(AdapterPart):
         """Returns the names above -> A [r, in], B [out, r], weight [1, H], bias [1], and source [].
 
         Raises:
-            ModelError: the model is dense.
+            ModelError: the model is dense, or its experts have biases.
         """
         model.require_experts("A grafted expert")
+        if any(moe.biased for moe in model.moe):
+            raise ModelError(
+                f"A grafted expert has no biases, but the experts of {model.name} ({model.family}) have.",
+                "Choose a model whose experts have none.",
+            )
         shapes: dict[str, tuple[int, ...]] = {}
         for moe in model.moe:
             for projection in moe.projections:

@@ -11,7 +11,8 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedguild.config.yaml_reading import parse_file
+import yaml
+
 from fedguild.core.plugins import Plugins
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def _rows() -> dict[str, tuple[str, dict[str, Any]]]:
     """Returns model_type -> title and attributes of every family of the table."""
     return {
         name: (title, {key: value for key, value in group.items() if key != "families"})
-        for group in parse_file(Path(__file__).with_name("table.yaml"))
+        for group in yaml.safe_load(Path(__file__).with_name("table.yaml").read_text("utf-8"))
         for name, title in group["families"].items()
     }
 

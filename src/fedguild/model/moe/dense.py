@@ -61,11 +61,16 @@ def run_every_expert(
         lora: The factors A [M, 1, r, in] and B [M, 1, r, out] of every projection, down last; None without LoRA.
         scale: [1, r] LoRA's scale of the ranks.
     """
-    kept = weights if keep is None else weights.masked_fill(~keep[:, None], 0.0)
-    shares = kept.new_zeros(len(kept), experts + 1).scatter(1, indices, kept)[:, :experts]
     factors = () if lora is None else tuple(factor.squeeze(1).to(tokens.dtype) for pair in lora for factor in pair)
-    output: Tensor = _EveryExpert.apply(tokens, shares.to(tokens.dtype), frozen, scale, *factors)  # type: ignore[no-untyped-call]
+    of_experts = shares(weights, indices, keep, experts)
+    output: Tensor = _EveryExpert.apply(tokens, of_experts.to(tokens.dtype), frozen, scale, *factors)  # type: ignore[no-untyped-call]
     return output
+
+
+def shares(weights: Tensor, indices: Tensor, keep: Tensor | None, experts: int) -> Tensor:
+    """Returns [N, M], each token's weight of every expert, 0 for one that it is not routed to."""
+    kept = weights if keep is None else weights.masked_fill(~keep[:, None], 0.0)
+    return kept.new_zeros(len(kept), experts + 1).scatter(1, indices, kept)[:, :experts]
 
 
 class _EveryExpert(torch.autograd.Function):
@@ -91,7 +96,7 @@ class _EveryExpert(torch.autograd.Function):
         trained = any(ctx.needs_input_grad) and not torch.is_inference_mode_enabled()
         with torch.set_grad_enabled(trained):
             z_leaf = z.view(-1, own.gate_up.shape[1]).detach().requires_grad_(trained)
-            h = own.gate(z_leaf)
+            h = own.activated(z_leaf, lambda: torch.arange(experts, device=z.device).repeat(len(tokens)))
         weighted = (h.detach() * shares.reshape(-1, 1)).view(len(tokens), -1)
         w_down = _side_by_side(own.down)
         y = frozen_product(weighted, w_down)

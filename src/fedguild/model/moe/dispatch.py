@@ -56,6 +56,12 @@ class Dispatch:
     block_height: int = 0
     block_ends: Tensor | None = None
 
+    def expert_of_rows(self) -> Tensor:
+        """Returns [n], the expert of every row."""
+        sizes = self.expert_ends.diff(prepend=self.expert_ends.new_zeros(1))
+        experts = torch.arange(self.experts, device=sizes.device)
+        return experts.repeat_interleave(sizes, output_size=len(self.token))
+
 
 def dispatch(
     indices: Tensor,

@@ -73,11 +73,19 @@ class FrozenExperts:
     """A layer's frozen weights: gate_up [M, p·I, H], down [M, H, I], and h = gate(z) of z [n, p·I].
 
     p is 2, or 1 if an expert has only an up projection (SwitchTransformers).
+
+    Attributes:
+        bias: [M, p·I] added to z, or None. The view adds the output's bias.
     """
 
     gate_up: Tensor
     down: Tensor
     gate: Callable[[Tensor], Tensor]
+    bias: Tensor | None = None
+
+    def activated(self, z: Tensor, expert_of_rows: Callable[[], Tensor]) -> Tensor:
+        """Returns h [n, I] of z [n, p·I]; `expert_of_rows` returns [n]."""
+        return self.gate(z if self.bias is None else z + self.bias[expert_of_rows()])
 
     @property
     def input_projections(self) -> int:
@@ -139,7 +147,7 @@ class _Experts(torch.autograd.Function):
         rows, places = _rows(tokens, plan, parts)
         product = FrozenProduct(rows, own.gate_up.transpose(1, 2), plan.expert_ends, places)
         z, kept_inner = _with_additions(product, [(addition, inner) for addition, inner, _ in parts])
-        h = own.gate(z)
+        h = own.activated(z, plan.expert_of_rows)
         product = FrozenProduct(h, own.down.transpose(1, 2), plan.expert_ends)
         y, kept_outer = _with_additions(product, [(addition, outer) for addition, _, outer in parts])
         ctx.plan, ctx.frozen, ctx.additions, ctx.used = plan, frozen, additions, used
@@ -157,7 +165,7 @@ class _Experts(torch.autograd.Function):
         dy, places = _rows(grads[0].contiguous(), plan, parts)
         with torch.enable_grad():
             z_leaf = z.detach().requires_grad_()
-            h = own.gate(z_leaf)
+            h = own.activated(z_leaf, plan.expert_of_rows)
         weight = row_weights(weights, plan).to(dy.dtype)[:, None]
 
         d_h: Tensor | FrozenProduct | None = FrozenProduct(dy, own.down, plan.expert_ends, places)

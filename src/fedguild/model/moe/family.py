@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedguild.core.errors import ModelError, in_one_line
 from fedguild.model.info import EXPERT_PROJECTIONS, MoeInfo
 from fedguild.model.moe.experts import FrozenExperts
-from fedguild.model.moe.layout import canonicalise, layout_of
+from fedguild.model.moe.layout import canonicalise, layout_of, stacked
 from fedguild.model.moe.routing import RoutingRule
 from fedguild.model.moe.view import MoeLayer
 from fedguild.model.runtime import Runtime
@@ -42,6 +42,8 @@ class Family:
         bias: Path in a block of the bias [M] that is added to the scores for the choice alone; if empty, the router's
             `e_score_correction_bias`, if it has one.
         routing: The fields of the rule, as in `RoutingRule.of`.
+        unless: A key of the config; a model that sets it is as one of a family without a description.
+        active: The config's key of the active experts per token; empty if the architecture has a fixed number.
         linear: Whether routers and experts are linear layers in transformers' own model, so that PEFT adapts them as
             modules and not as parameters.
 
@@ -53,6 +55,8 @@ class Family:
     projection: str = ""
     bias: str = ""
     routing: Mapping[str, Any] = MappingProxyType({"renormalise": "norm_topk_prob"})
+    unless: str = ""
+    active: str = "num_experts_per_tok"
     linear: bool = False
 
     def __init__(self, **described: Any) -> None:
@@ -91,6 +95,7 @@ class Family:
             width=width,
             projections=EXPERT_PROJECTIONS if getattr(experts, "has_gate", True) else EXPERT_PROJECTIONS[1:],
             layout=layout_of(experts),
+            biased=bool(getattr(experts, "has_bias", False)),
         )
 
     def rule(self, router: Any) -> RoutingRule:
@@ -103,7 +108,7 @@ class Family:
             found: Tensor | None = getattr(getattr(block, self.router), "e_score_correction_bias", None)
             return found
         for name in self.bias.split("."):
-            block = getattr(block, name)
+            block = getattr(block, name, None)
         return None if block is None else block.reshape(-1)
 
     def capacity(self, router: Any) -> int | None:
@@ -111,9 +116,17 @@ class Family:
 
     def frozen(self, experts: Any) -> FrozenExperts:
         """Returns the experts' weights. Called in every pass, so that 4-bit weights are unpacked for one layer only."""
-        if not getattr(experts, "has_gate", True):
-            return FrozenExperts(experts.up_proj, experts.down_proj, experts.act_fn)
-        return FrozenExperts(experts.gate_up_proj, experts.down_proj, experts._apply_gate)
+        has_gate = getattr(experts, "has_gate", True)
+        name, gate = ("gate_up_proj", experts._apply_gate) if has_gate else ("up_proj", experts.act_fn)
+        bias = getattr(experts, f"{name}_bias") if getattr(experts, "has_bias", False) else None
+        if bias is not None and layout_of(experts).interleaved:
+            bias = stacked(bias, 1)
+        return FrozenExperts(getattr(experts, name), experts.down_proj, gate, bias)
+
+    def output_bias(self, experts: Any) -> Tensor | None:
+        """Returns what each expert adds to its output, [M, H]; called in every pass."""
+        bias: Tensor | None = experts.down_proj_bias if getattr(experts, "has_bias", False) else None
+        return bias
 
     def decoded(self, output: Any) -> tuple[Tensor, Tensor, Tensor]:
         """Returns logits [N, M], weights [N, k] and indices [N, k] of a router's output."""
@@ -170,9 +183,12 @@ def moe_layers(model: Any, family: Family, runtime: Runtime) -> list[MoeLayer]:
             rule, capacity = family.rule(router), family.capacity(router)
         except AttributeError as error:
             raise unlike(model, name, block, error) from error
-        frozen, bias = partial(family.frozen, block.experts), partial(family.selection_bias, block)
-        info = replace(info, routing=rule.kind)
-        layers.append(MoeLayer(len(layers), info, router, block.experts, frozen, rule, runtime, capacity, bias))
+        experts, bias = block.experts, partial(family.selection_bias, block)
+        kind = "biased" if rule.kind == "softmax" and bias() is not None else rule.kind
+        info, frozen, added = replace(info, routing=kind), partial(family.frozen, experts), family.output_bias
+        layers.append(
+            MoeLayer(len(layers), info, router, experts, frozen, rule, runtime, capacity, bias, partial(added, experts))
+        )
     return layers
 
 

@@ -43,7 +43,7 @@ def canonical(weight: Tensor, name: str, layout: ExpertLayout) -> Tensor:
     if layout.transposed:
         weight = weight.transpose(1, 2)
     if layout.interleaved and name == "gate_up_proj":
-        weight = weight.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
+        weight = stacked(weight, 1)
     return weight.contiguous()
 
 
@@ -51,12 +51,19 @@ def published(weight: Tensor, name: str, layout: ExpertLayout) -> Tensor:
     """Returns a projection in its published layout; the inverse of `canonical`."""
     if layout.interleaved and name == "gate_up_proj":
         weight = interleaved(weight, 1)
-    return weight.transpose(1, 2).contiguous() if layout.transposed else weight
+    return weight.transpose(1, 2) if layout.transposed else weight
 
 
-def interleaved(stacked: Tensor, axis: int) -> Tensor:
-    """Returns the rows of gate and up [.., 2 F, ..] in turn, where those of gate come first."""
-    return stacked.unflatten(axis, (2, -1)).transpose(axis, axis + 1).flatten(axis, axis + 1)
+def stacked(rows: Tensor, axis: int) -> Tensor:
+    """Returns rows of gate and up [.., 2 F, ..], those of gate first, where they alternate."""
+    found: Tensor = rows.unflatten(axis, (-1, 2)).transpose(axis, axis + 1).flatten(axis, axis + 1)
+    return found
+
+
+def interleaved(rows: Tensor, axis: int) -> Tensor:
+    """Returns rows of gate and up [.., 2 F, ..] in turn, where those of gate come first."""
+    found: Tensor = rows.unflatten(axis, (2, -1)).transpose(axis, axis + 1).flatten(axis, axis + 1)
+    return found
 
 
 def _apply_gate(experts: Any, gate_up: Tensor) -> Tensor:

@@ -64,7 +64,9 @@ class NativeLayer:
             value[:TOKENS_OF_EXPERTS].to(weight.device, weight.dtype if value.is_floating_point() else None)
             for value in (each.flatten(0, 1) if each.dim() > 2 and len(each) == 1 else each for each in seen.inputs)
         )
-        return cls(path, routed, outputs[0], inputs, block.experts(*inputs))
+        plain = type(block.experts).forward  # grouped products have not every dtype
+        output = getattr(plain, "__wrapped__", plain)(block.experts, *inputs)
+        return cls(path, routed, outputs[0], inputs, output)
 
 
 def native_layers(model: Any, family: Family) -> list[NativeLayer]:

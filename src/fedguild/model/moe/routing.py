@@ -20,22 +20,25 @@ class RoutingRule:
     """A family's routing.
 
     Attributes:
-        score: `softmax` over all experts, or `sigmoid` of each (DeepSeek-V3).
+        score: `softmax` over all experts, `sigmoid` of each (DeepSeek-V3), or `sparsemixer` (Phi-3.5-MoE): one expert
+            after another, each with its softmax over the experts left whose logits are close to the best one's.
         renormalise: Whether the active experts' weights are scaled to sum to one.
         epsilon: Added to that sum.
         scaling: Factor on the weights (DeepSeek).
         groups: Number of expert groups, of which a token may use `groups_kept`; 1 means no limit.
         groups_kept: Groups that a token may use.
         group_score: A group's score is its best expert's (`max`) or its two best experts' sum.
+        jitter: Half of the largest relative distance of a logit from the best that `sparsemixer` takes for close.
     """
 
-    score: Literal["softmax", "sigmoid"] = "softmax"
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     renormalise: bool = False
     epsilon: float = 0.0
     scaling: float = 1.0
     groups: int = 1
     groups_kept: int = 1
     group_score: Literal["max", "top2"] = "max"
+    jitter: float = 0.0
 
     @classmethod
     def of(cls, router: Any, **described: Any) -> Self:
@@ -55,7 +58,8 @@ class RoutingRule:
             if isinstance(value, str) and not isinstance(field.default, str):
                 value = getattr(router, value)
             if value is not None:
-                found[field.name] = type(field.default)(value)
+                kind: Any = type(field.default)
+                found[field.name] = kind(value)
         if described:
             raise AttributeError(f"a routing rule has no '{next(iter(described))}'")
         return cls(**found)
@@ -66,8 +70,8 @@ class RoutingRule:
 
     @property
     def kind(self) -> Routing:
-        if self.score == "sigmoid":
-            return "sigmoid"
+        if self.score != "softmax":
+            return self.score
         return "groups" if self.groups > 1 else "softmax"
 
 
@@ -91,12 +95,15 @@ def route(
         experts the weight is 0 and the index is M.
     """
     experts = logits.shape[-1]
-    scores = rule.scores(logits)
-    choice = scores if selection_bias is None else scores + selection_bias
-    if rule.groups > 1:
-        choice = choice.masked_fill(~_allowed(choice, rule), float("-inf"))
-    indices = choice.topk(top_k, dim=-1).indices
-    weights = scores.gather(-1, indices)
+    if rule.score == "sparsemixer":
+        weights, indices = _sparse_mixer(logits.float(), top_k, rule.jitter)
+    else:
+        scores = rule.scores(logits)
+        choice = scores if selection_bias is None else scores + selection_bias
+        if rule.groups > 1:
+            choice = choice.masked_fill(~_allowed(choice, rule), float("-inf"))
+        indices = choice.topk(top_k, dim=-1).indices
+        weights = scores.gather(-1, indices)
     if active_experts is not None:
         beyond = torch.arange(top_k, device=logits.device) >= active_experts[:, None]
         weights = weights.masked_fill(beyond, 0.0)
@@ -104,6 +111,22 @@ def route(
     if rule.renormalise:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + rule.epsilon)
     return weights * rule.scaling, indices
+
+
+def _sparse_mixer(logits: Tensor, top_k: int, jitter: float) -> tuple[Tensor, Tensor]:
+    """Returns weights and experts [N, k] of a model that is not trained itself.
+
+    Source: Liu et al., GRIN, 2024 (arXiv:2409.12136), and transformers' `sparsemixer`.
+    """
+    weights, indices, left = [], [], logits
+    for _ in range(top_k):
+        with torch.no_grad():
+            best, index = left.max(dim=-1, keepdim=True)
+            far = (best - logits) / logits.abs().clamp(min=best) > 2 * jitter
+        weights.append(left.masked_fill(far, float("-inf")).softmax(dim=-1).gather(-1, index))
+        indices.append(index)
+        left = left.scatter(-1, index, float("-inf"))
+    return torch.cat(weights, dim=-1), torch.cat(indices, dim=-1)
 
 
 def within_capacity(weights: Tensor, indices: Tensor, capacity: int, experts: int, rows: int) -> tuple[Tensor, Tensor]:

@@ -81,7 +81,7 @@ class _TokenSide(torch.autograd.Function):
         low_in = low_rank.scaled(low.view(-1, low.shape[1] // plan.experts).index_select(0, cell))
         for part, part_low, up in zip(z.chunk(len(ups), dim=1), low_in.chunk(len(ups), dim=1), ups, strict=True):
             low_rank.add_rows(part, part_low, up)
-        h = own.gate(z)
+        h = own.activated(z, plan.expert_of_rows)
         y = grouped_rows(h, own.down.transpose(1, 2), plan.expert_ends)
         of_pairs = weights.reshape(-1)[plan.active]
         low_out = low_rank.compress(h, [down])[plan.row_of_pair] * of_pairs.to(h.dtype)[:, None]
@@ -96,7 +96,7 @@ class _TokenSide(torch.autograd.Function):
         needs_tokens, needs_low, needs_ups = ctx.needs_input_grad[0], ctx.needs_input_grad[2], ctx.needs_input_grad[8:]
         with torch.enable_grad():
             z_leaf = z.detach().requires_grad_()
-            h = own.gate(z_leaf)
+            h = own.activated(z_leaf, plan.expert_of_rows)
         weight = row_weights(weights, plan).to(h.dtype)[:, None]
 
         dh = grouped_rows(gather(grads[0].contiguous(), plan), own.down, plan.expert_ends)
@@ -122,8 +122,7 @@ class _TokenSide(torch.autograd.Function):
 
 def _cells(plan: Dispatch) -> Tensor:
     """Returns [n], token · M + expert of every row."""
-    sizes = plan.expert_ends.diff(prepend=plan.expert_ends.new_zeros(1))
-    return plan.token * plan.experts + torch.arange(plan.experts, device=sizes.device).repeat_interleave(sizes)
+    return plan.token * plan.experts + plan.expert_of_rows()
 
 
 def _scattered(of_pairs: Tensor, plan: Dispatch, cell: Tensor, tokens: int) -> Tensor:

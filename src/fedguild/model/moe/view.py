@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedguild.model.info import MoeInfo
 from fedguild.model.moe.casts import Casts
-from fedguild.model.moe.dense import prefers_dense, run_every_expert
+from fedguild.model.moe.dense import prefers_dense, run_every_expert, shares
 from fedguild.model.moe.dispatch import all_active, dispatch
 from fedguild.model.moe.experts import Factors, FrozenExperts, run_experts
 from fedguild.model.moe.low_rank import prefers_blocks
@@ -68,6 +68,7 @@ class MoeLayer:
         frozen: Returns the experts' frozen weights.
         capacity: Largest number of tokens of a row that an expert takes, or None without a limit.
         selection_bias: Returns what is added to the scores for the choice alone, [M], or None.
+        output_bias: Returns what each expert adds to its output, [M, H], or None.
         expert_lora: The factors of gate, up and down, stored as `run_experts` takes them, or None.
         expert_scale: [S, r] LoRA's scale of each slot's ranks, or None.
         expert_delta: [M, S, out, in] of every projection, each slot's change of the frozen weights, or None.
@@ -87,6 +88,7 @@ class MoeLayer:
     runtime: Runtime
     capacity: int | None = None
     selection_bias: Callable[[], Tensor | None] = lambda: None
+    output_bias: Callable[[], Tensor | None] = lambda: None
     expert_lora: tuple[Factors, ...] | None = None
     expert_scale: Tensor | None = None
     expert_delta: tuple[Tensor, ...] | None = None
@@ -157,6 +159,13 @@ class MoeLayer:
 
     def run(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Returns the experts' output [N, H] of hidden [N, H], routed by indices and weights [N, k]."""
+        output, bias = self._without_output_bias(hidden, indices, weights), self.output_bias()
+        if bias is None:
+            return output
+        keep = None if self.runtime.current is None else self.runtime.current.keep(len(hidden))
+        return output + shares(weights, indices, keep, len(bias)).to(bias.dtype) @ bias
+
+    def _without_output_bias(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         current = self.runtime.current
         tokens = hidden.shape[0]
         if current is None:
