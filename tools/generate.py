@@ -143,7 +143,7 @@ def _figures() -> dict[Path, tuple[str, Callable[[], str]]]:
 
 def _svg_file(name: str, drawing: table_figures.Drawing) -> str:
     """Returns a figure as the text of an SVG file with the size of an image."""
-    text = table_figures.svg(name, drawing)
+    text = f"{table_figures.svg(name, drawing)}\n"
     sides = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', text)
     assert sides is not None
     width, height = (float(side) * 96 / 72 for side in sides.groups())

@@ -113,7 +113,10 @@ def test_what_a_method_needs_is_what_it_says(name: str) -> None:
 @pytest.mark.parametrize("name", axes().models)
 def test_what_a_model_is_is_what_it_has(name: str) -> None:
     part = axes().models[name]
-    info = describe_config(part.content["model"]["path"])
+    path = part.content["model"]["path"]
+    if path.startswith("models/") and not Path(path).is_dir():
+        pytest.skip(f"no {path}: make smollm2")
+    info = describe_config(path)
     assert part.content.get("active_experts", 0) == info.top_k
     assert ("moe" in part.words, "dense" in part.words) == (bool(info.moe), not info.moe)
     assert ("seq2seq" in part.words, "causal" in part.words) == (info.seq2seq is not None, info.seq2seq is None)

@@ -123,6 +123,11 @@ def test_trackers_are_a_list_a_name_or_the_switch_of_old_configs(overrides, expe
     config = load_config("flame/tiny-tasks", overrides)
     assert (config.tracking.trackers, config.tracking.project) == (expected, "x")
     assert Config.model_validate(yaml.safe_load(config.resolved_yaml())) == config
+    options = {**config.method.options, "rank": 7, "targets": ["attention", "experts"], "of_nobody": None}
+    text = config.resolved_yaml(options)
+    assert Config.model_validate(yaml.safe_load(text)) == config
+    assert "  # of_nobody: null\n" in text
+    assert config.resolved_yaml(config.method.options) == config.resolved_yaml()
     in_python = Config.model_validate({"method": {"name": "fedit"}, "tracking": ["wandb"]})
     assert in_python.tracking.trackers == ("wandb",)
 

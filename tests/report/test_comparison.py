@@ -55,7 +55,7 @@ def test_costs_stand_beside_the_scores(runs: Runs) -> None:
     grid = table.score_grid()
     assert grid.rows[0][4].note == "386 GFLOP trained"
     assert grid.header[4].note == "1 expert, 3.30 MFLOP"
-    assert grid.rows[2][0].text == "flame \u2212 fedit-ranks"
+    assert grid.rows[2][0].line == "flame \u2212 fedit-ranks"
     assert "386 G" in [cell.text for cell in table.cost_grid().rows[0]]
 
 
@@ -97,14 +97,14 @@ def test_the_outcome_in_words(runs: Runs) -> None:
     lead, *others = comparison_summary(compare(runs, "fedit-ranks"))
     flame, ranks = (fmean(final(run, "b4") for run in runs[label]) for label in ("flame", "fedit-ranks"))
     assert lead.startswith(f"At the smallest budget, b4 (1 active expert), flame scores {flame:.3f} and fedit-ranks ")
-    assert f"{ranks:.3f}: +{flame - ranks:.3f}\u00a0±\u00a0" in lead
-    assert lead.endswith("over 3 seeds, larger than the spread between seeds.")
+    assert f"{ranks:.3f}: +{flame - ranks:.3f}\u00a0[+0." in lead
+    assert lead.endswith("over 3 seeds; the 95 % interval excludes 0.")
     assert others[0].startswith("Averaged over the 4 budgets the difference is +0.1")
     assert "49% of the FLOPs in training" in others[1]
     assert "1.7 times the bytes" in others[1]
 
 
-def test_a_lead_within_the_spread_is_called_so(runs: Runs) -> None:
+def test_a_lead_whose_interval_includes_zero_is_called_so(runs: Runs) -> None:
     shift = [-0.1, 0.3, -0.1]
     noisy = [
         dataclasses.replace(
@@ -113,7 +113,7 @@ def test_a_lead_within_the_spread_is_called_so(runs: Runs) -> None:
         for run in runs["flame"]
     ]
     lead = comparison_summary(compare({"noisy": noisy, "flame": runs["flame"]}))[0]
-    assert lead.endswith("within the spread between seeds.")
+    assert lead.endswith("the 95 % interval includes 0, so these seeds do not tell them apart.")
     single = comparison_summary(compare({label: members[:1] for label, members in runs.items()}))[0]
     assert single.endswith("from one seed, so chance is not ruled out.")
 
@@ -156,7 +156,7 @@ def test_a_comparison_without_global_models(personal_runs: Runs) -> None:
     assert (difference.mean, difference.count) == (pytest.approx(0.125), 2)
     assert [cell.text for cell in table.score_grid().header] == ["Method", "MTAL", "As received"]
     assert "under each budget" not in table.score_grid().title
-    assert table.score_grid().rows[2][0].text == "fedamole \u2212 random"
+    assert table.score_grid().rows[2][0].line == "fedamole \u2212 random"
     lead, costs = comparison_summary(table)
     assert lead.startswith("On the clients' own data, fedamole scores 0.655 and random 0.530: +0.125")
     assert costs.startswith("With fedamole, the average client spends ")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
 from fedguild.measuring.log.folder import Run
 from fedguild.measuring.log.records import EvaluationRecord
 from fedguild.report.comparison import ComparisonTable, compare
-from fedguild.report.overview import adds_to, overview, write_overview
+from fedguild.report.grid import Cell, Grid
+from fedguild.report.overview import adds_to, overview, write_tables
 
 SCORES = {"flame": "pooled", "fedit-ranks": "mean"}
 POOLED = (0.2, 0.4, 0.9)
@@ -31,7 +33,7 @@ def test_every_row_shows_its_own_score_and_the_header_says_so(table: ComparisonT
     grid = overview({"a": table, "b": table}, SCORES, "mine")
     assert grid.title == (
         "mine: clients' models as received, on all data; fedit-ranks: global model, mean over budgets; "
-        "mean ± sample deviation over 3 seeds"
+        "mean ± sample deviation over 3 seeds; differences with their 95 % interval"
     )
     ranks = table.row("fedit-ranks").spread("mean")
     assert ranks is not None
@@ -47,7 +49,9 @@ def test_a_difference_is_between_each_rows_own_score_seed_by_seed(table: Compari
     theirs = table.row("fedit-ranks").scores["mean"]
     assert difference.mean == pytest.approx(sum(POOLED[seed] - theirs[seed] for seed in range(3)) / 3)
     grid = overview({"a": table}, SCORES, "mine")
-    assert grid.rows[2][1].text == f"{difference.mean:+.3f} ± {difference.std:.3f}".replace("-", "\u2212")
+    half = 4.302653 * difference.std / 3**0.5  # Student's t of two degrees of freedom
+    expected = [difference.mean, difference.mean - half, difference.mean + half]
+    assert grid.rows[2][1].text == "{:+.3f} [{:+.3f}, {:+.3f}]".format(*expected).replace("-", "\u2212")
     assert table.difference("flame", "pooled") is None
 
 
@@ -56,6 +60,18 @@ def test_one_column_has_an_overview_only_where_its_rows_have_unlike_scores(table
     assert not adds_to({"": table}, {**alike, "unused": "mtal"})
     assert adds_to({"a": table, "b": table}, alike)
     assert adds_to({"": table}, SCORES)
-    assert "mine: " not in write_overview({"": table}, alike, "mine", tmp_path).read_text()
-    text = write_overview({"": table}, SCORES, "mine", tmp_path).read_text()
+    assert "mine: " not in write_tables({"": table}, alike, "mine", tmp_path).read_text()
+    text = write_tables({"": table}, SCORES, "mine", tmp_path).read_text()
     assert text.startswith("**mine: clients' models as received, on all data; fedit-ranks: global model")
+    latex = (tmp_path / "table.tex").read_text()
+    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == latex.count(r"\toprule") == 3
+    assert all(text in latex for text in (r"\textbf{", r"$\pm$", r"95 \% interval"))
+    assert not re.search(r"(?<!\\)[%&_#](?! )", latex.partition("\n")[2])
+
+
+def test_what_latex_would_read_as_commands_is_text() -> None:
+    grid = Grid("a_b", (Cell("50%"), Cell("x", "a & b")), ((Cell("{c} \\ d"), Cell("−1 ± 2")),))
+    body = grid.to_latex().splitlines()
+    assert body[2] == r"\caption{a\_b}"
+    assert body[5] == r"50\% & x (a \& b) \\"
+    assert body[7] == r"\{c\} \textbackslash{} d & $-$1 $\pm$ 2 \\"

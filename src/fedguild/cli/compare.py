@@ -113,16 +113,22 @@ def _show(comparison: Comparison, as_json: bool) -> None:
     by_column = comparison.tables
     several = len(by_column) > 1
     if as_json:
-        answers = {column: table.to_json() for column, table in by_column.items()}
+        answers = {
+            column: {**table.to_json(), "differing": comparison.differing(column).to_dict("index")}
+            for column, table in by_column.items()
+        }
         show_json(answers if several else next(iter(answers.values())))
     else:
         for column, table in by_column.items():
             note(f"\n{column}" if column else "")
             show(table.score_grid().to_rich(), *([] if several else [table.cost_grid().to_rich()]))
+        if differing := comparison.differing_grid():
+            show(differing.to_rich())
+        else:
+            note("All settings besides the method are the same.")
         if comparison.name and adds_to(by_column, comparison.scores):
             show(overview(by_column, comparison.scores, comparison.name).to_rich())
-    if comparison.overview:
-        note(f"Table: {comparison.overview}")
+    note(f"Tables: {comparison.overview}, table.tex and table.csv")
     for warning in comparison.warnings:
         note(f"Warning: {warning}")
     for page in comparison.pages.values():

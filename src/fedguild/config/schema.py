@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 import yaml
@@ -81,6 +82,10 @@ class NamedSettings(Section):
     @model_serializer
     def _beside_the_name(self) -> dict[str, Any]:
         return {"name": self.name, **self.options}
+
+
+def _as_yaml(settings: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(settings), sort_keys=False, allow_unicode=True, width=100)
 
 
 class MethodSettings(NamedSettings):
@@ -297,9 +302,20 @@ class Config(Section):
         horizon = self.training.round_horizon or self.federation.rounds
         return self.training.model_copy(update={"round_horizon": horizon})
 
-    def resolved_yaml(self) -> str:
-        """Returns every setting, defaults included, as YAML that loads to an equal config."""
-        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100)
+    def resolved_yaml(self, method_options: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """Returns every setting, defaults included, as YAML that loads to an equal config.
+
+        Args:
+            method_options: The method's options as it runs. Those that the config leaves to the method are comments: it
+                may choose them anew where the config is used for another model or federation.
+        """
+        text = ""
+        for key, section in self.model_dump(mode="json").items():
+            text += _as_yaml({key: section})
+            if key == "method":
+                chosen = {name: value for name, value in method_options.items() if name not in self.method.options}
+                text += "".join(f"  # {line}\n" for line in _as_yaml(chosen).splitlines()) if chosen else ""
+        return text
 
     def fingerprint(self) -> str:
         """Returns the SHA-256 of every setting that determines results, 64 hexadecimal digits.

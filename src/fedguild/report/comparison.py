@@ -13,7 +13,7 @@ import pandas
 from fedguild.core.errors import ConfigError, nearest
 from fedguild.core.score_names import MEAN, MTAL, POOLED, RECEIVED, SCORES, TRAINED
 from fedguild.measuring.log.folder import BudgetFacts, Run
-from fedguild.measuring.scores.statistics import Spread, paired_difference, spread
+from fedguild.measuring.scores.statistics import Spread, interval, paired_difference, spread
 from fedguild.report import units
 from fedguild.report.costs import COSTS, Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
@@ -111,14 +111,15 @@ class ComparisonTable:
         return paired_difference(ours, theirs)
 
     def best(self, column: str | Mapping[str, str]) -> str | None:
-        """Returns the label of the highest mean; None if fewer than two methods have one.
+        """Returns the label of the highest mean; None if fewer than two methods have one, or two share it.
 
         Args:
             column: The score to compare, for all or by label.
         """
         of = dict.fromkeys((row.label for row in self.rows), column) if isinstance(column, str) else column
         scored = {row.label: mean.mean for row in self.rows if (mean := row.spread(of[row.label]))}
-        return max(scored, key=lambda label: scored[label]) if len(scored) > 1 else None
+        highest = [label for label, mean in scored.items() if mean == max(scored.values())]
+        return highest[0] if len(scored) > 1 and len(highest) == 1 else None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -142,7 +143,7 @@ class ComparisonTable:
                 for column, value in spreads.items()
                 if value
             },
-            "difference": {column: asdict(value) for column, value in differences.items() if value}
+            "difference": {column: _with_interval(value) for column, value in differences.items() if value}
             if row.label != self.reference
             else {},
             "training_flops": dict(row.training_flops),
@@ -151,12 +152,13 @@ class ComparisonTable:
         }
 
     def score_grid(self) -> Grid:
-        """Returns methods × budgets: mean ± std over seeds, then the paired differences to the reference."""
+        """Returns methods × budgets: mean ± sample deviation over seeds, then the differences paired by seed."""
         body = [self._score_row(row) for row in self.rows]
         rules = {len(body)}
         body += [self._difference_row(row) for row in self.rows if row.label != self.reference]
         seeds = units.count_of(len(self.seeds), "seed")
         title = f"{self.split.capitalize()} score after round {self.round}, mean ± sample deviation over {seeds}"
+        title += "; differences with their 95 % interval" if len(self.rows) > 1 and len(self.seeds) > 1 else ""
         title += "; under each budget its active experts and inference FLOPs per token" if self.budgets else ""
         return Grid(title, (Cell("Method"), *map(self._heading, self.columns)), tuple(body), frozenset(rules))
 
@@ -204,8 +206,9 @@ class ComparisonTable:
         return tuple(cells)
 
     def _difference_row(self, row: MethodRow) -> tuple[Cell, ...]:
-        texts = [units.score_spread(self.difference(row.label, column), difference=True) for column in self.columns]
-        return (Cell(f"{row.label} \u2212 {self.reference}", "paired by seed"), *map(Cell, texts))
+        texts = [units.difference(self.difference(row.label, column)) for column in self.columns]
+        cells = [Cell(text.replace(" [", "\n[")) for text in texts]
+        return (Cell(f"{row.label}\n\u2212 {self.reference}", "paired by seed"), *cells)
 
 
 def compare(runs: Mapping[str, Sequence[Run]], reference: str | None = None) -> ComparisonTable:
@@ -283,6 +286,11 @@ def _method_row(label: str, runs: Sequence[Run], tables: Sequence[RunTable]) -> 
         cost=mean_cost(pandas.DataFrame(per_run, columns=COSTS).astype(float)),
         run_seconds=fmean(sum(record.seconds for record in run.rounds) for run in runs),
     )
+
+
+def _with_interval(difference: Spread) -> dict[str, Any]:
+    low, high = interval(difference) if difference.count > 1 else (None, None)
+    return {**asdict(difference), "low": low, "high": high}
 
 
 def _equal_inference(facts: Sequence[BudgetFacts]) -> bool:

@@ -22,6 +22,7 @@ from fedguild.report.style import (
     INK,
     MUTED,
     RULE,
+    Svg,
     gridlines,
     key_at,
     method_colours,
@@ -34,7 +35,7 @@ from fedguild.report.style import (
 _MOST_METHODS_LABELLED = 4
 
 
-def score_bars(table: ComparisonTable, width: float = FULL_WIDTH) -> str:
+def score_bars(table: ComparisonTable, width: float = FULL_WIDTH) -> Svg:
     """Returns grouped bars per column, with the seeds' sample deviation and a dot per seed."""
     colours, key = method_colours(len(table.rows)), key_at("bars", width)
     narrow = width < FULL_WIDTH
@@ -67,7 +68,7 @@ def score_bars(table: ComparisonTable, width: float = FULL_WIDTH) -> str:
         return to_svg(figure, key, f"Bar chart: {table.split} score per budget for {methods}.")
 
 
-def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]], width: float = FULL_WIDTH) -> str:
+def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]], width: float = FULL_WIDTH) -> Svg:
     """Returns score against training FLOPs and against bytes sent, a point per method and budget.
 
     Without budgets it is a point per method: the score on the clients' own data against the mean over its clients.
@@ -151,7 +152,7 @@ def _place_labels(axes: Axes, labels: Sequence[_Label], across: float, up: float
                 )
 
 
-def curves_by_column(table: ComparisonTable, runs: Mapping[str, Sequence[Run]], width: float = FULL_WIDTH) -> str:
+def curves_by_column(table: ComparisonTable, runs: Mapping[str, Sequence[Run]], width: float = FULL_WIDTH) -> Svg:
     """Returns the scores over the rounds: mean and sample deviation over the seeds.
 
     A panel for each budget, and one for each mean over clients. All share one axis, which begins below the lowest

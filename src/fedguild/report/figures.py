@@ -20,6 +20,7 @@ from fedguild.report.style import (
     METHOD_COLOURS,
     MUTED,
     RULE,
+    Svg,
     gridlines,
     key_at,
     ordered_colours,
@@ -43,7 +44,7 @@ CLIENT_MARKS = (
 """Size, colour and shape of the marks of a client's models, so that all can be seen where they lie on each other."""
 
 
-def score_curves(curves: Mapping[str, Curve], split: str, key: str = "curves", width: float = FULL_WIDTH) -> str:
+def score_curves(curves: Mapping[str, Curve], split: str, key: str = "curves", width: float = FULL_WIDTH) -> Svg:
     """Returns the scores over the rounds, one line per budget, each named at its end.
 
     The axis begins below the lowest score, not at zero, so that trends are visible.
@@ -76,7 +77,7 @@ def score_curves(curves: Mapping[str, Curve], split: str, key: str = "curves", w
         return to_svg(figure, key, f"Line chart: {split} score over the rounds for {', '.join(curves)}.")
 
 
-def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str, width: float = FULL_WIDTH) -> str:
+def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str, width: float = FULL_WIDTH) -> Svg:
     """Returns a row per client with a mark for each of its models' scores, joined by a line.
 
     Args:
@@ -112,7 +113,7 @@ def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str, wi
 
 def expert_heat_map(
     frequency: NDArray[np.float64], clients: Sequence[str], layer: int | None = None, width: float = FULL_WIDTH
-) -> str:
+) -> Svg:
     """Returns clients × experts activation frequencies (FLAME, Figure 2).
 
     Args:
@@ -139,7 +140,7 @@ def expert_heat_map(
         return to_svg(figure, key, f"Heat map: activation frequency of {experts} experts for {rows} clients, {where}.")
 
 
-def expert_heat_maps_by_layer(frequency: NDArray[np.float64], width: float = FULL_WIDTH) -> str:
+def expert_heat_maps_by_layer(frequency: NDArray[np.float64], width: float = FULL_WIDTH) -> Svg:
     """Returns one small clients × experts heat map per layer, all on one colour scale.
 
     Args:
@@ -165,7 +166,7 @@ def expert_heat_maps_by_layer(frequency: NDArray[np.float64], width: float = FUL
 
 def partition_bubbles(
     labels: Sequence[str], counts: NDArray[np.int64], clients: Sequence[str], width: float = FULL_WIDTH
-) -> str:
+) -> Svg:
     """Returns clients × labels, each circle's area the number of examples.
 
     Beyond 60 labels, in a narrow figure beyond 14, the rarer ones are combined as `other`.
@@ -215,7 +216,7 @@ def cost_panels(costs: Mapping[str, Cost]) -> list[tuple[str, str, list[float]]]
     ]
 
 
-def cost_bars(costs: Mapping[str, Cost]) -> str:
+def cost_bars(costs: Mapping[str, Cost]) -> Svg:
     """Returns the costs of a client of each budget over a run, a panel per kind of cost.
 
     Args:

@@ -20,6 +20,7 @@ class Cell:
     """One entry of a grid.
 
     Attributes:
+        text: The text; a terminal breaks it where it has line breaks.
         note: A second, smaller line, on an HTML page only.
         strong: Whether it is emphasised, for example as the best of its column.
     """
@@ -27,6 +28,11 @@ class Cell:
     text: str
     note: str = ""
     strong: bool = False
+
+    @property
+    def line(self) -> str:
+        """The text on one line."""
+        return self.text.replace("\n", " ")
 
 
 @dataclass(frozen=True)
@@ -58,11 +64,46 @@ class Grid:
         return table
 
     def to_markdown(self) -> str:
-        header = [f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in self.header]
-        body = [[f"**{cell.text}**" if cell.strong else cell.text for cell in row] for row in self.rows]
+        header = self._explained
+        body = [[f"**{cell.line}**" if cell.strong else cell.line for cell in row] for row in self.rows]
         rule = [":---", *["---:"] * (len(header) - 1)]
         lines = ["| " + " | ".join(text.replace("|", "\\|") for text in row) + " |" for row in [header, rule, *body]]
         return f"**{self.title}**\n\n" + "\n".join(lines) + "\n"
+
+    @property
+    def _explained(self) -> list[str]:
+        return [f"{cell.text} ({cell.note})" if cell.note else cell.text for cell in self.header]
+
+    def to_latex(self) -> str:
+        """Returns a table with the rules of the package booktabs."""
+        lines = [r"\begin{table}", r"\centering", rf"\caption{{{self.title.translate(_LATEX)}}}"]
+        lines += [rf"\begin{{tabular}}{{l{'r' * (len(self.header) - 1)}}}", r"\toprule"]
+        lines += [" & ".join(title.translate(_LATEX) for title in self._explained) + r" \\", r"\midrule"]
+        for number, row in enumerate(self.rows):
+            lines += [r"\midrule"] if number in self.rules_before else []
+            lines.append(" & ".join(map(_latex, row)) + r" \\")
+        return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", r"\end{table}", ""])
+
+
+_LATEX = str.maketrans(
+    {
+        **{character: f"\\{character}" for character in "&%$#_{}"},
+        "\\": r"\textbackslash{}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "\u00b1": r"$\pm$",
+        "\u2212": "$-$",
+        "\u2013": "--",
+        "\u00d7": r"$\times$",
+        "\u2009": r"\,",
+        "\u00a0": "~",
+    }
+)
+
+
+def _latex(cell: Cell) -> str:
+    text = cell.line.translate(_LATEX)
+    return rf"\textbf{{{text}}}" if cell.strong else text
 
 
 MOST_VALUES = 3000

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -30,10 +30,11 @@ from fedguild.measuring.log.standing import STATUS
 from fedguild.report import comparison_figures, figures, units
 from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.costs import Cost, budget_costs, client_totals, phase_seconds
+from fedguild.report.differing import differing_grid, flat
 from fedguild.report.grid import Grid, counts_grid, curves_grid
 from fedguild.report.observation_figures import MOST_NAMED, observation_figure
 from fedguild.report.observations import Series, observation_grid, observed, stability_grids
-from fedguild.report.style import FULL_WIDTH, following, wide_and_narrow
+from fedguild.report.style import FULL_WIDTH, Svg, following, wide_and_narrow
 from fedguild.report.summary import budget_title, comparison_summary, run_summary
 from fedguild.report.sweep import SweepTable
 from fedguild.report.tables import RunTable, privacy_grid, routing_grid, run_table, task_grid, training_grid
@@ -50,7 +51,7 @@ def write_report(run_folder: Path) -> Path:
         CheckpointError: the folder is not that of a run, or damaged, or has no score yet.
         FedGuildError: the page cannot be written.
     """
-    return _write(run_folder / REPORT_FILE, "run.html.j2", _run_page(load_run(run_folder), _both))
+    return _write(run_folder / REPORT_FILE, "run.html.j2", _run_page(load_run(run_folder), wide_and_narrow))
 
 
 def write_comparison(
@@ -59,7 +60,7 @@ def write_comparison(
     *,
     reference: str | None = None,
     title: str | None = None,
-    drawn: Mapping[str, Callable[[float], str]] = MappingProxyType({}),
+    drawn: Mapping[str, Callable[[float], Svg]] = MappingProxyType({}),
 ) -> Path:
     """Writes `comparison.html` into a folder and returns its path.
 
@@ -78,7 +79,9 @@ def write_comparison(
     """
     loaded = {label: [load_run(folder) for folder in folders] for label, folders in runs.items()}
     table = compare(loaded, reference)
-    page = _comparison_page(table, loaded) | {"drawn": [(caption, _both(draw)) for caption, draw in drawn.items()]}
+    page = _comparison_page(table, loaded) | {
+        "drawn": [(caption, wide_and_narrow(draw)) for caption, draw in drawn.items()]
+    }
     return _write(output / COMPARISON_FILE, "comparison.html.j2", {**page, "title": title or page["title"]})
 
 
@@ -99,12 +102,12 @@ def write_sweep(table: SweepTable, runs: Mapping[str, Sequence[Path]], folder: P
         "summary": table.sentences(),
         "warnings": table.warnings,
         "grid": table.grid(),
-        "drawn": _both(table.figure) if len(table.keys) <= 2 else None,
+        "drawn": wide_and_narrow(table.figure) if len(table.keys) <= 2 else None,
         "one_key": len(table.keys) == 1,
         "split": table.split,
         "rejections": [],
         "configs": [("Config of the first run", _yaml(first.config))],
-        "environment": list(_flat(first.environment)),
+        "environment": list(flat(first.environment)),
     }
     return _write(folder / SWEEP_FILE, "sweep.html.j2", page)
 
@@ -131,7 +134,7 @@ def write_index(folder: Path) -> Path:
     return _write(folder / INDEX_FILE, "index.html.j2", _index_page(folder, found))
 
 
-def run_figures(run: Run) -> dict[str, str]:
+def run_figures(run: Run) -> dict[str, Svg]:
     page = _run_page(run, _once)
     personal, experts = page["personal"] or {}, page["experts"] or {}
     drawn = {
@@ -147,8 +150,8 @@ def run_figures(run: Run) -> dict[str, str]:
         zip((series.title for series in observed(run)), page["observations"] + page["more_observations"], strict=True)
     )
     return {
-        **{name: str(svg) for name, svg in drawn.items() if svg},
-        **{title: str(observation["svg"]) for title, observation in seen.items()},
+        **{name: svg for name, svg in drawn.items() if svg},
+        **{title: observation["svg"] for title, observation in seen.items()},
     }
 
 
@@ -160,7 +163,7 @@ def run_fragment(run: Run) -> str:
     return _fragment(page, grids, [page["curves"] or personal.get("curves")])
 
 
-def comparison_figures_of(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> dict[str, str]:
+def comparison_figures_of(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> dict[str, Svg]:
     return {
         "scores": comparison_figures.score_bars(table),
         "rounds": comparison_figures.curves_by_column(table, runs),
@@ -171,10 +174,10 @@ def comparison_figures_of(table: ComparisonTable, runs: Mapping[str, Sequence[Ru
 def comparison_fragment(table: ComparisonTable, title: str = "") -> str:
     """Returns a comparison's summary, tables and scores as HTML to place inside a page."""
     page = {"title": title, "facts": [], "summary": comparison_summary(table)}
-    return _fragment(page, [table.score_grid(), table.cost_grid()], [_figure(comparison_figures.score_bars(table))])
+    return _fragment(page, [table.score_grid(), table.cost_grid()], [comparison_figures.score_bars(table)])
 
 
-def _fragment(page: Mapping[str, Any], grids: Sequence[Grid | None], drawn: Sequence[Markup | None]) -> str:
+def _fragment(page: Mapping[str, Any], grids: Sequence[Grid | None], drawn: Sequence[Svg | None]) -> str:
     shown = {"grids": [grid for grid in grids if grid], "figures": [svg for svg in drawn if svg]}
     return _environment().get_template("fragment.html.j2").render(**page, **shown)
 
@@ -204,7 +207,7 @@ def _run_page(run: Run, shown: Shown) -> dict[str, Any]:
         "routing": routing_grid(routing) if routing else None,
         "partition": _partition_figure(run, shown),
         "partition_values": _partition_values(run),
-        "costs": _figure(figures.cost_bars(costs)) if costs else None,
+        "costs": figures.cost_bars(costs) if costs else None,
         "cost_bars": _cost_bars(costs),
         "clients": training_grid(totals) if len(totals) else None,
         "phases": [(name, units.duration(spent), spent / sum(phases.values())) for name, spent in phases.items()],
@@ -227,13 +230,14 @@ def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) 
         + [f"{units.count_of(len(table.seeds), 'seed')} ({', '.join(map(str, table.seeds))})"],
         "summary": comparison_summary(table),
         "scores": table.score_grid(),
-        "bars": _both(lambda width: comparison_figures.score_bars(table, width)),
-        "scatter": _both(lambda width: comparison_figures.cost_against_score(table, runs, width)),
-        "rounds": _both(lambda width: comparison_figures.curves_by_column(table, runs, width)),
+        "bars": wide_and_narrow(lambda width: comparison_figures.score_bars(table, width)),
+        "scatter": wide_and_narrow(lambda width: comparison_figures.cost_against_score(table, runs, width)),
+        "rounds": wide_and_narrow(lambda width: comparison_figures.curves_by_column(table, runs, width)),
         "observations": observation_grid(runs),
         "stability": stability_grids(runs),
         "costs": table.cost_grid(),
-        "partition": _partition_figure(first, _both),
+        "differing": differing_grid(runs),
+        "partition": _partition_figure(first, wide_and_narrow),
         "partition_values": _partition_values(first),
         "round_values": _round_values(table, runs),
         "partition_seed": first.seed,
@@ -243,7 +247,7 @@ def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) 
         "warnings": table.warnings,
         "rejections": rejections,
         "configs": [(label, _yaml(members[0].config)) for label, members in runs.items()],
-        "environment": list(_flat(first.environment)),
+        "environment": list(flat(first.environment)),
     }
 
 
@@ -386,7 +390,7 @@ def _cost_bars(costs: Mapping[str, Cost]) -> list[tuple[str, list[tuple[str, str
     ]
 
 
-def _partition_figure(run: Run, shown: Shown) -> Markup | None:
+def _partition_figure(run: Run, shown: Shown) -> Svg | Markup | None:
     if run.guarantee or run.partition is None or not run.partition.counts or not run.partition.labels:
         return None
     labels, counts, clients = run.partition.labels, np.asarray(run.partition.counts), _holders(run)
@@ -417,39 +421,20 @@ def _client_name(client: int, budgets: Mapping[int, str]) -> str:
 
 
 def _details(run: Run) -> dict[str, Any]:
-    return {"configs": [("Config", _yaml(run.config))], "environment": list(_flat(run.environment))}
+    return {"configs": [("Config", _yaml(run.config))], "environment": list(flat(run.environment))}
 
 
 def _yaml(config: Mapping[str, Any]) -> str:
     return yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=88)
 
 
-def _flat(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yields every leaf of nested mappings with its dotted name."""
-    for key, inner in value.items():
-        if isinstance(inner, Mapping):
-            yield from _flat(inner, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", ", ".join(map(str, inner)) if isinstance(inner, list) else str(inner)
-
-
-def _figure(svg: str) -> Markup:
-    """Marks a figure as safe to place in the page; matplotlib has escaped its text."""
-    return Markup(svg)
-
-
-Shown = Callable[[Callable[[float], str]], Markup]
+Shown = Callable[[Callable[[float], Svg]], Svg | Markup]
 """Places a figure that can be drawn at any width in inches."""
 
 
-def _both(draw: Callable[[float], str]) -> Markup:
-    """Marks a figure, drawn for both widths of a page, as safe to place in the page."""
-    return _figure(wide_and_narrow(draw))
-
-
-def _once(draw: Callable[[float], str]) -> Markup:
-    """Marks a figure, drawn for a wide page alone, as safe to place in the page."""
-    return _figure(draw(FULL_WIDTH))
+def _once(draw: Callable[[float], Svg]) -> Svg:
+    """Returns a figure drawn for a wide page alone."""
+    return draw(FULL_WIDTH)
 
 
 def _environment() -> Environment:

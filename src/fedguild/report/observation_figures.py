@@ -19,6 +19,7 @@ from fedguild.report.style import (
     HEAT,
     INK,
     MUTED,
+    Svg,
     gridlines,
     key_at,
     method_colours,
@@ -38,7 +39,7 @@ _INCHES_A_LETTER = 0.06
 """Height that a letter of a tilted name takes."""
 
 
-def observation_figure(series: Series, key: str, width: float = FULL_WIDTH) -> str:
+def observation_figure(series: Series, key: str, width: float = FULL_WIDTH) -> Svg:
     """Returns a figure's lines over the rounds, or its heat map if a row has a value for each column.
 
     A figure with one such row is shown in all rounds, one below the other.
@@ -51,7 +52,7 @@ def observation_figure(series: Series, key: str, width: float = FULL_WIDTH) -> s
     return _heat_map(series.matrix(), key, width) if series.is_matrix else _lines(series, key, width)
 
 
-def _lines(series: Series, key: str, width: float) -> str:
+def _lines(series: Series, key: str, width: float) -> Svg:
     lines = series.lines()
     few, wide = len(lines) <= MOST_NAMED, width == FULL_WIDTH
     with styled(key):
@@ -86,7 +87,7 @@ def _mean_line(series: Series) -> list[tuple[int, float]]:
     return [(number, float(np.mean(by_round[number]))) for number in sorted(by_round)]
 
 
-def _heat_map(record: ObservationRecord, key: str, width: float) -> str:
+def _heat_map(record: ObservationRecord, key: str, width: float) -> Svg:
     values = np.asarray(record.values, dtype=np.float64)
     rows, columns = values.shape
     finite = values[np.isfinite(values)]

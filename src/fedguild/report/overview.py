@@ -12,7 +12,9 @@ from fedguild.report import units
 from fedguild.report.comparison import ComparisonTable
 from fedguild.report.grid import Cell, Grid
 
-OVERVIEW_FILE = "table.md"
+MARKDOWN_FILE = "table.md"
+LATEX_FILE = "table.tex"
+CSV_FILE = "table.csv"
 
 
 def overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str], title: str) -> Grid:
@@ -31,32 +33,41 @@ def overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str], t
         if label != first.reference:
             against = shown[first.reference]
             gaps = {column: table.difference(label, shown[label], against) for column, table in tables.items()}
-            texts = [Cell(units.score_spread(gap, difference=True)) for gap in gaps.values()]
+            texts = [Cell(units.difference(gap)) for gap in gaps.values()]
             body.append((Cell(f"{label} \u2212 {first.reference}", "paired by seed"), *texts))
     heading = f"{title}: {_meaning(shown)}; mean ± sample deviation over {units.count_of(len(first.seeds), 'seed')}"
+    heading += "; differences with their 95 % interval" if len(first.seeds) > 1 else ""
     header = (Cell("Method"), *(Cell(column) for column in tables))
     return Grid(heading, header, tuple(body), frozenset(rules))
 
 
-def write_overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str], title: str, folder: Path) -> Path:
-    """Writes `table.md` into a folder: the overview if it adds something, and every column's scores and costs.
+def write_tables(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str], title: str, folder: Path) -> Path:
+    """Writes `table.md` and `table.tex` into a folder, and returns the first.
+
+    Both have the overview if it adds something, and every column's scores and costs.
 
     Raises:
-        FedGuildError: the file cannot be written.
+        FedGuildError: a file cannot be written.
     """
-    parts = [overview(tables, scores, title).to_markdown()] if adds_to(tables, scores) else []
-    for column, table in tables.items():
+    whole = [overview(tables, scores, title)] if adds_to(tables, scores) else []
+    grids = {column: [table.score_grid(), table.cost_grid()] for column, table in tables.items()}
+    parts = [grid.to_markdown() for grid in whole]
+    lines = ["% needs \\usepackage{booktabs}", *(grid.to_latex() for grid in whole)]
+    for column, of_column in grids.items():
         parts += [f"## {column}\n"] if column else []
-        parts += [table.score_grid().to_markdown(), table.cost_grid().to_markdown()]
-    path = folder / OVERVIEW_FILE
+        parts += [grid.to_markdown() for grid in of_column]
+        lines += [f"% {column}"] if column else []
+        lines += [grid.to_latex() for grid in of_column]
+    path = folder / MARKDOWN_FILE
     write_text(path, "\n".join(parts))
+    write_text(folder / LATEX_FILE, "\n".join(lines))
     return path
 
 
 def adds_to(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str]) -> bool:
     """Whether an overview shows what the columns' own tables do not: several columns, or different scores."""
     labels = {row.label for table in tables.values() for row in table.rows}
-    return len(tables) > 1 or len({scores[label] for label in labels}) > 1
+    return bool(scores) and (len(tables) > 1 or len({scores[label] for label in labels}) > 1)
 
 
 def _meaning(scores: Mapping[str, str]) -> str:

@@ -14,14 +14,18 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Final, Literal, Self
 
 import matplotlib
+from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.colorbar import Colorbar
 from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
+
+from fedguild.core.files import write_bytes, write_text
 
 FULL_WIDTH = 9.0
 """Inches; at 96 pixels each the width of the page's text block."""
@@ -29,6 +33,8 @@ NARROW_WIDTH = 3.7
 """Inches; the width of the text on a phone of 390 pixels."""
 _CHARACTERS_PER_INCH = 14.5
 """Of the names below a figure, an inch of whose width belongs to the axis beside it."""
+FIGURE_FORMATS: Final = (".svg", ".pdf", ".png")
+DOTS_PER_INCH = 200
 INK = "#1d2733"
 MUTED = "#5c6773"
 RULE = "#d5dbe1"
@@ -39,6 +45,7 @@ HEAT = LinearSegmentedColormap.from_list("heat", ["#f6f8fa", "#bcd4e6", "#5b9dc9
 _ORDERED = LinearSegmentedColormap.from_list("ordered", ["#12355b", "#1f77a4", "#3aa88f", "#c79a14"])
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
+    "pdf.fonttype": 42,
     "figure.facecolor": "none",
     "axes.facecolor": "none",
     "font.family": "sans-serif",
@@ -85,14 +92,14 @@ def text_on(share: float) -> str:
     return ON_DARK if share > 0.5 else ON_LIGHT
 
 
-def wide_and_narrow(draw: Callable[[float], str]) -> str:
+def wide_and_narrow(draw: Callable[[float], Svg]) -> Markup:
     """Returns a figure drawn for a wide page and for a phone; the page shows the one that fits.
 
     Args:
         draw: Returns the figure at a width in inches, under ids that depend on it (`key_at`).
     """
     wide, narrow = draw(FULL_WIDTH), draw(NARROW_WIDTH)
-    return f'<div class="on-wide">{wide}</div><div class="on-narrow">{narrow}</div>'
+    return Markup('<div class="on-wide">{}</div><div class="on-narrow">{}</div>').format(wide, narrow)
 
 
 def key_at(key: str, width: float) -> str:
@@ -193,7 +200,41 @@ def spread_apart(places: Sequence[float], gap: float) -> list[float]:
     return [place - shift / len(places) for place in moved] if places else []
 
 
-def to_svg(figure: Figure, key: str, description: str) -> str:
+class Svg(str):
+    """An `<svg>` element, safe to place in a page as matplotlib has escaped its text, and the figure that it shows.
+
+    Args:
+        text: The element.
+        figure: The figure, drawn within `styled(key)`.
+        key: The key.
+    """
+
+    _figure: Figure
+    _key: str
+
+    def __new__(cls, text: str, figure: Figure, key: str) -> Self:
+        made = super().__new__(cls, text)
+        made._figure, made._key = figure, key
+        return made
+
+    def __html__(self) -> Markup:
+        return Markup(str(self))
+
+    def save(self, path: Path) -> None:
+        """Writes the figure in the format of the path's suffix, one of `FIGURE_FORMATS`.
+
+        Raises:
+            FedGuildError: the file cannot be written.
+        """
+        if path.suffix == ".svg":
+            return write_text(path, f"{self}\n")
+        buffer = io.BytesIO()
+        with styled(self._key):
+            self._figure.savefig(buffer, format=path.suffix[1:], dpi=DOTS_PER_INCH)
+        return write_bytes(path, buffer.getvalue())
+
+
+def to_svg(figure: Figure, key: str, description: str) -> Svg:
     """Returns the figure as an `<svg>` element to place inside a page.
 
     Args:
@@ -214,4 +255,4 @@ def to_svg(figure: Figure, key: str, description: str) -> str:
     opening = f'<svg class="figure" role="img" aria-label="{label}" style="width: {width * 96 / 72:.0f}px"'
     head, rest = text.split(">", 1)
     attributes = re.sub(r'\s(?:width|height)="[^"]*"', "", head.removeprefix("<svg"))
-    return f"{opening}{attributes}>{rest}"
+    return Svg(f"{opening}{attributes}>{rest}", figure, key)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedguild.core.score_names import MEAN, MTAL, TRAINED
 from fedguild.measuring.log.folder import BudgetFacts
-from fedguild.measuring.scores.statistics import Spread
+from fedguild.measuring.scores.statistics import Spread, interval
 from fedguild.report import units
 from fedguild.report.comparison import ComparisonTable, MethodRow
 from fedguild.report.tables import RunTable
@@ -60,7 +60,7 @@ def _on_own_data(table: RunTable) -> list[str]:
 def comparison_summary(table: ComparisonTable) -> list[str]:
     """Returns sentences on the leading method at the smallest budget, its lead and its cost.
 
-    The lead is the paired difference over the seeds, compared with the spread between them.
+    The lead is the paired difference over the seeds, with its 95 % interval.
     """
     column = _decisive_column(table)
     rivals = [row.label for row in table.rows if row.label != table.reference and row.spread(column)]
@@ -83,17 +83,16 @@ def _decisive_column(table: ComparisonTable) -> str:
 
 
 def _lead(table: ComparisonTable, leader: str, column: str) -> str:
-    """Returns the paired difference, and whether it exceeds either method's spread between seeds."""
+    """Returns the paired difference with its 95 % interval, and whether this includes 0."""
     difference = table.difference(leader, column)
     if difference is None:
         return ""
     text = f": {_signed(difference)}"
     if difference.count < 2:
         return f"{text}, from one seed, so chance is not ruled out"
-    spreads = [table.row(label).spread(column) for label in (leader, table.reference)]
-    widest = max([difference.std, *(spread.std for spread in spreads if spread)])
-    verdict = "larger than" if abs(difference.mean) > widest else "within"
-    return f"{text} over {difference.count} seeds, {verdict} the spread between seeds"
+    low, high = interval(difference)
+    verdict = "includes 0, so these seeds do not tell them apart" if low <= 0 <= high else "excludes 0"
+    return f"{text} over {difference.count} seeds; the 95 % interval {verdict}"
 
 
 def _elsewhere(table: ComparisonTable, leader: str) -> list[str]:
@@ -135,7 +134,7 @@ def _flops(row: MethodRow) -> float | None:
 
 
 def _signed(difference: Spread) -> str:
-    return units.score_spread(difference, difference=True).replace(" ", "\u00a0")
+    return units.difference(difference).replace(" ", "\u00a0")
 
 
 def _share(ours: float, theirs: float, what: str) -> str:

@@ -14,7 +14,7 @@ from matplotlib.ticker import MaxNLocator
 from fedguild.core.errors import ConfigError
 from fedguild.core.score_names import MEAN, MTAL, POOLED, RECEIVED, TRAINED
 from fedguild.measuring.log.folder import Run
-from fedguild.measuring.scores.statistics import Spread, half_width, paired_difference
+from fedguild.measuring.scores.statistics import Spread, interval, paired_difference
 from fedguild.report import units
 from fedguild.report.comparison import MethodRow, compare
 from fedguild.report.grid import Cell, Grid
@@ -23,6 +23,7 @@ from fedguild.report.style import (
     HEAT,
     INK,
     MUTED,
+    Svg,
     gridlines,
     key_at,
     styled,
@@ -105,7 +106,7 @@ class SweepTable:
     def is_close(self, setting: Setting) -> bool:
         """Whether the 95 % interval of the difference to the best includes 0."""
         difference = None if setting.diverged else self.below_best(setting)
-        return difference is not None and difference.count > 1 and difference.mean + half_width(difference) >= 0
+        return difference is not None and difference.count > 1 and interval(difference)[1] >= 0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -133,16 +134,16 @@ class SweepTable:
     def grid(self) -> Grid:
         """Returns settings × score and costs; the best in bold."""
         score = f"{self.split.capitalize()} score"
-        header = [*(Cell(key) for key in self.keys), Cell(score, "mean ± 95 % interval"), Cell("Seeds")]
-        header += [Cell("Against the best", "paired by seed"), Cell("Upload", "per client"), Cell("Whole run")]
+        header = [*(Cell(key) for key in self.keys), Cell(score, "mean ± sample deviation"), Cell("Seeds")]
+        header += [Cell("Against the best", "95 % interval"), Cell("Upload", "per client"), Cell("Whole run")]
         body = []
         for one in self.settings:
             best, spread, difference = one is self.best, self.spread(one), self.below_best(one)
             cells = [Cell(one.values[key], strong=best) for key in self.keys]
-            cells += [Cell(_interval(spread), strong=best), Cell(str(spread.count if spread else 0))]
+            cells += [Cell(units.score_spread(spread), strong=best), Cell(str(spread.count if spread else 0))]
             note = "not distinguishable" if self.is_close(one) else ""
             note = f"seed {', '.join(map(str, one.diverged))}" if one.diverged else note
-            against = "diverged" if one.diverged else "best" if best else _interval(difference, signed=True)
+            against = "diverged" if one.diverged else "best" if best else units.difference(difference)
             cells += [Cell(against, note, strong=best)]
             cells += [Cell(units.byte_count(one.row.cost.upload_bytes if one.row.cost else None))]
             body.append((*cells, Cell(units.duration(one.row.run_seconds))))
@@ -153,7 +154,8 @@ class SweepTable:
         """Returns which setting is best, by which score, and how certain that is."""
         best, spread = self.best, self.spread(self.best)
         chosen = "validation score" if self.by_validation else "test score"
-        said = [f"By the {chosen} ({_SCORES.get(self.score, self.score)}), {best.title} is best: {_interval(spread)}."]
+        whose = f"{chosen} ({_SCORES.get(self.score, self.score)})"
+        said = [f"By the {whose}, {best.title} is best: {units.score_spread(spread)}."]
         close = [one.title for one in self.settings if self.is_close(one)]
         if spread is not None and spread.count < 2:
             said.append("With one seed nothing is known of the spread.")
@@ -171,21 +173,21 @@ class SweepTable:
             )
         return said
 
-    def figure(self, width: float = FULL_WIDTH) -> str:
-        """Returns a line over one swept key's values or a heat map over two, as an `<svg>`; empty for more.
+    def figure(self, width: float = FULL_WIDTH) -> Svg:
+        """Returns a line over one swept key's values, or a heat map over two.
 
         Args:
             width: The width of the page's text in inches; the figure is no wider.
         """
         if len(self.keys) == 1:
             return self._line(width)
-        return self._heat_map(width) if len(self.keys) == 2 else ""
+        return self._heat_map(width)
 
     def _mean(self, setting: Setting) -> float:
         spread = self.spread(setting)
         return -math.inf if spread is None or setting.diverged else spread.mean
 
-    def _line(self, width: float) -> str:
+    def _line(self, width: float) -> Svg:
         (key,), ids = self.keys, key_at("sweep", width)
         with styled(ids):
             figure = Figure(figsize=(min(6.4, width), 3.2), layout="constrained")
@@ -193,7 +195,7 @@ class SweepTable:
             places = range(len(self.settings))
             spreads = [self.spread(one) for one in self.settings]
             means = [math.nan if (mean := self._mean(one)) == -math.inf else mean for one in self.settings]
-            bars = [0.0 if spread is None or spread.count < 2 else half_width(spread) for spread in spreads]
+            bars = [spread.std if spread else 0.0 for spread in spreads]
             axes.errorbar(places, means, bars, color="#0072b2", marker="o", markersize=5, linewidth=1.4, capsize=3)
             at = self.settings.index(self.best)
             axes.scatter([at], [means[at]], s=110, facecolors="none", edgecolors=INK, linewidths=1.4, zorder=4)
@@ -204,7 +206,7 @@ class SweepTable:
             gridlines(axes)
             return to_svg(figure, ids, f"Line chart: {self.split} score by {key}; best: {self.best.title}.")
 
-    def _heat_map(self, width: float) -> str:
+    def _heat_map(self, width: float) -> Svg:
         (down, across), ids = self.keys, key_at("sweep", width)
         rows = list(dict.fromkeys(one.values[down] for one in self.settings))
         columns = list(dict.fromkeys(one.values[across] for one in self.settings))
@@ -274,11 +276,3 @@ def tabulate(
     )
     warnings = tuple(warning for warning in table.warnings if not warning.startswith("Budget"))
     return SweepTable(tuple(keys), settings, name, table.split, table.seeds, table.round, warnings)
-
-
-def _interval(spread: Spread | None, *, signed: bool = False) -> str:
-    """Returns a mean with half its 95 % interval; for one seed the mean alone."""
-    if spread is None:
-        return "–"
-    mean = f"{spread.mean:+.3f}" if signed else f"{spread.mean:.3f}"
-    return mean if spread.count < 2 else f"{mean} ± {half_width(spread):.3f}"

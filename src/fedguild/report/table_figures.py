@@ -16,7 +16,17 @@ from fedguild.core.score_names import TITLES
 from fedguild.measuring.log.folder import Run
 from fedguild.measuring.scores.statistics import Spread, half_width, spread
 from fedguild.report.observations import observed_means
-from fedguild.report.style import MUTED, NARROW_WIDTH, gridlines, key_at, method_colours, styled, to_svg, trend_limits
+from fedguild.report.style import (
+    MUTED,
+    NARROW_WIDTH,
+    Svg,
+    gridlines,
+    key_at,
+    method_colours,
+    styled,
+    to_svg,
+    trend_limits,
+)
 from fedguild.report.tables import run_table
 
 Panels = Mapping[str, Mapping[str, Sequence[Spread]]]
@@ -165,7 +175,7 @@ def description(drawing: Drawing) -> str:
     return f"{drawing.says}. {' '.join(parts)}"
 
 
-def for_page(table: Table, records: Sequence[CellScores]) -> dict[str, Callable[[float], str]]:
+def for_page(table: Table, records: Sequence[CellScores]) -> dict[str, Callable[[float], Svg]]:
     """Returns a table's figures for an HTML page: caption -> function of a width in inches."""
     return {
         drawing.caption: partial(_at_width, f"table-{end or 'scores'}", drawing)
@@ -173,11 +183,11 @@ def for_page(table: Table, records: Sequence[CellScores]) -> dict[str, Callable[
     }
 
 
-def _at_width(key: str, drawing: Drawing, width: float) -> str:
+def _at_width(key: str, drawing: Drawing, width: float) -> Svg:
     return svg(key_at(key, width), drawing, width)
 
 
-def svg(name: str, drawing: Drawing, width: float = NARROW_WIDTH) -> str:
+def svg(name: str, drawing: Drawing, width: float = NARROW_WIDTH) -> Svg:
     """Returns the figure as an `<svg>` element, by default as wide as a phone's page.
 
     Args:
@@ -185,7 +195,7 @@ def svg(name: str, drawing: Drawing, width: float = NARROW_WIDTH) -> str:
         width: In inches.
     """
     with styled(name):
-        return f"{to_svg(draw(drawing, width), name, description(drawing))}\n"
+        return to_svg(draw(drawing, width), name, description(drawing))
 
 
 def draw(drawing: Drawing, width: float = NARROW_WIDTH) -> Figure:

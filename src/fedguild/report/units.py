@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from fedguild.measuring.scores.statistics import Spread
+from fedguild.measuring.scores.statistics import Spread, interval
 
 MISSING = "–"
 _SI_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
@@ -60,12 +60,21 @@ def signed(value: float) -> str:
     return "0.000" if text[1:] == "0.000" else text
 
 
-def score_spread(spread: Spread | None, *, difference: bool = False) -> str:
-    """Returns `0.612 ± 0.013`, or the mean alone for one seed."""
+def score_spread(spread: Spread | None) -> str:
+    """Returns `0.612 ± 0.013`, a mean over seeds with its sample deviation; the mean alone for one seed."""
     if spread is None:
         return MISSING
-    mean = signed(spread.mean) if difference else score(spread.mean)
-    return mean if spread.count < 2 else f"{mean} ± {spread.std:.3f}"
+    return score(spread.mean) if spread.count < 2 else f"{score(spread.mean)} ± {spread.std:.3f}"
+
+
+def difference(spread: Spread | None) -> str:
+    """Returns `+0.013 [−0.002, +0.028]`, a mean difference with its 95 % interval; the mean alone for one seed."""
+    if spread is None:
+        return MISSING
+    if spread.count < 2:
+        return signed(spread.mean)
+    low, high = interval(spread)
+    return f"{signed(spread.mean)} [{signed(low)}, {signed(high)}]"
 
 
 def ratio(numerator: float, denominator: float) -> str:

@@ -592,7 +592,8 @@ def _write_facts(experiment: Experiment) -> None:
         cut=_told_cut(experiment),
     )
     write_json(folder / PARTITION, partition_record.model_dump(mode="json"))
-    write_json(folder / METHOD, method_record(method_of(experiment.config), experiment.method))
+    method = method_record(method_of(experiment.config), experiment.method)
+    write_json(folder / METHOD, method)
     if experiment.privacy is not None:
         guarantee = experiment.privacy.guarantee()
         write_json(folder / PRIVACY, {"guarantee": guarantee})
@@ -600,7 +601,7 @@ def _write_facts(experiment: Experiment) -> None:
             experiment.progress.message(sentence)
     if experiment.config.model.trust_remote_code:
         trust(folder / CONFIG, experiment.config.model.path)
-    write_text(folder / CONFIG, experiment.config.resolved_yaml())
+    write_text(folder / CONFIG, experiment.config.resolved_yaml(method["options"]))
 
 
 def _told_cut(experiment: Experiment) -> dict[str, int]:

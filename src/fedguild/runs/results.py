@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedguild.core.errors import CheckpointError, ConfigError, nearest
-from fedguild.core.files import write_json, write_text
+from fedguild.core.files import write_json
 from fedguild.core.layout import CHECKPOINTS, CONFIG, DIVERGED, STOPPED
 from fedguild.core.score_names import HEADLINES, SCOPES
 from fedguild.measuring.log import folder as run_folder
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from fedguild.measuring.costs.profile import Profile
     from fedguild.measuring.log.folder import Run
     from fedguild.report.comparison import ComparisonTable
+    from fedguild.report.grid import Grid
+    from fedguild.report.style import Svg
     from fedguild.report.sweep import SweepTable
     from fedguild.runs.setup import PreparedData
 
@@ -38,18 +40,20 @@ class Figure:
     """
 
     name: str
-    svg: str = field(repr=False)
+    svg: Svg = field(repr=False)
 
     def save(self, path: str | Path) -> Path:
-        """Writes the figure to an SVG file.
+        """Writes the figure as SVG, PDF or PNG, by the suffix of the path.
 
         Raises:
-            ConfigError: the name does not end in .svg.
+            ConfigError: the path has another suffix.
         """
+        from fedguild.report.style import FIGURE_FORMATS
+
         path = Path(path)
-        if path.suffix != ".svg":
-            raise ConfigError(f"A figure is written as SVG, but {path} does not end in .svg.")
-        write_text(path, self.svg + "\n")
+        if path.suffix.lower() not in FIGURE_FORMATS:
+            raise ConfigError(f"A figure is written as {', '.join(FIGURE_FORMATS)}, but not as '{path.name}'.")
+        self.svg.save(path.with_suffix(path.suffix.lower()))
         return path
 
     def _repr_html_(self) -> str:
@@ -59,7 +63,7 @@ class Figure:
 class Figures(Mapping[str, Figure]):
     """Figures by name; a notebook shows them one below the other."""
 
-    def __init__(self, drawn: Mapping[str, str]) -> None:
+    def __init__(self, drawn: Mapping[str, Svg]) -> None:
         self._figures = {name: Figure(name, svg) for name, svg in drawn.items()}
 
     def __getitem__(self, name: str) -> Figure:
@@ -158,7 +162,7 @@ class Comparison:
         pages: Column -> its page.
         name: The name of the built-in table; empty for other comparisons.
         scores: Row of the built-in table -> the score that its overview shows.
-        overview: The Markdown file with the whole built-in table; None for other comparisons.
+        overview: The Markdown file with the tables; beside it are `table.tex` and `table.csv`.
 
     Examples:
         >>> import fedguild
@@ -181,6 +185,25 @@ class Comparison:
     name: str = ""
     scores: Mapping[str, str] = field(default_factory=dict, repr=False)
     overview: Path | None = None
+
+    def differing(self, column: str | None = None) -> pandas.DataFrame:
+        """Returns settings × rows: every setting, besides the method, that two rows have and not with the same value.
+
+        Args:
+            column: The column; by default the first.
+        """
+        import pandas
+
+        from fedguild.report.differing import differing_settings
+
+        runs = self._loaded(next(iter(self.runs)) if column is None else column)
+        return pandas.DataFrame.from_dict(differing_settings(runs), orient="index", columns=list(runs), dtype=object)
+
+    def differing_grid(self) -> Grid | None:
+        """Returns the same for the first column as a printable table; None if nothing differs."""
+        from fedguild.report.differing import differing_grid
+
+        return differing_grid(self._loaded(next(iter(self.runs))))
 
     @property
     def warnings(self) -> list[str]:
@@ -304,8 +327,7 @@ class Sweep:
 
     def figures(self) -> Figures:
         """Returns a line over the values of one swept key, or a heat map over two; none for more."""
-        drawn = self.table.figure()
-        return Figures({"sweep": drawn} if drawn else {})
+        return Figures({"sweep": self.table.figure()} if len(self.table.keys) <= 2 else {})
 
     def _repr_html_(self) -> str:
         said = "".join(f"<p>{html.escape(sentence)}</p>" for sentence in self.table.sentences())

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import fedguild
-from fedguild.core.errors import ConfigError
+from fedguild.core.errors import CheckpointError, ConfigError
 from fedguild.runs.callbacks import Event, Saved
 from tests.runs.api.conftest import BASE, CLIENTS, ROWS
 
@@ -66,6 +66,23 @@ def test_a_run_of_it(comparison: fedguild.Comparison) -> None:
         comparison.run("flame", seed=7)
     with pytest.raises(ConfigError, match="has no run 'flam'"):
         comparison.run("flam")
+
+
+def test_it_comes_back_from_its_folder(comparison: fedguild.Comparison, tmp_path: Path) -> None:
+    """With what differs besides the method, every option as the runs used it; config.yaml says those, too."""
+    again = fedguild.load_comparison(comparison.folder)
+    assert again.tables == comparison.tables
+    assert (again.runs, again.pages, again.overview) == (comparison.runs, comparison.pages, comparison.overview)
+    differing = again.differing()
+    assert differing.loc["method.rank"].tolist() == ["20", "3"]
+    assert "name" not in differing.index
+    assert again.overview is not None
+    assert (comparison.folder / "table.csv").read_text() == comparison.frame().to_csv(index=False)
+    assert r"\toprule" in (comparison.folder / "table.tex").read_text()
+    text = (comparison.run("fedit").folder / "config.yaml").read_text()
+    assert "  rank: 3\n  # alpha: 16.0\n" in text
+    with pytest.raises(CheckpointError, match="not the folder of a comparison"):
+        fedguild.load_comparison(tmp_path)
 
 
 def test_it_shows_itself(comparison: fedguild.Comparison) -> None:

@@ -36,8 +36,13 @@ def test_a_partition_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert frame.budget.tolist() == ["b1", "b2"]
     figure = shares.figures()["partition"]
     assert figure.save("shares.svg").read_text().startswith("<svg")
-    with pytest.raises(ConfigError, match=r"does not end in \.svg"):
-        figure.save("shares.png")
+    for suffix, begins in {"pdf": b"%PDF", "PNG": b"\x89PNG"}.items():
+        assert figure.save(f"shares.{suffix}").name == f"shares.{suffix}"
+        (written,) = tmp_path.glob(f"shares.{suffix.lower()}")
+        assert written.read_bytes().startswith(begins)
+        written.unlink()
+    with pytest.raises(ConfigError, match=r"as \.svg, \.pdf, \.png, but not as"):
+        figure.save("shares.jpg")
     assert shares._repr_html_().count("<svg") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["shares.svg"]
 

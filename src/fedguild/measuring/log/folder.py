@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from fedguild.config.renamed import with_new_names
 from fedguild.core.errors import CheckpointError, ConfigError, nearest
-from fedguild.core.layout import CONFIG, ENVIRONMENT, PARTITION
+from fedguild.core.layout import CONFIG, ENVIRONMENT, METHOD, PARTITION
 from fedguild.core.score_names import MTAL, POOLED, RECEIVED, TRAINED, Scope
 from fedguild.measuring.log.records import (
     ClientRecord,
@@ -132,6 +132,7 @@ class Run(Described):
         observations: Figures that the method itself reported, in order of writing.
         privacy: Privacy spent by the clients after each round, in order of writing; empty without differential privacy.
         guarantee: What is protected, from whom and under which assumptions, in sentences; empty without it.
+        method_options: Every option of the method as it runs, defaults included.
     """
 
     folder: Path
@@ -145,6 +146,7 @@ class Run(Described):
     observations: Sequence[ObservationRecord] = ()
     privacy: Sequence[PrivacyRecord] = ()
     guarantee: Sequence[str] = ()
+    method_options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def split(self) -> str:
@@ -311,7 +313,14 @@ def load_run(folder: Path, *, needs_scores: bool = True) -> Run:
         observations=[record for record in records if isinstance(record, ObservationRecord)],
         privacy=[record for record in records if isinstance(record, PrivacyRecord)],
         guarantee=read_mapping(folder / "privacy.json").get("guarantee", ()),
+        method_options=read_mapping(folder / METHOD).get("options", {}),
     )
+
+
+def has_scores(folder: Path) -> bool:
+    """Whether a folder is that of a run, and the run has a score."""
+    is_run = (folder / CONFIG).is_file()
+    return is_run and any(isinstance(record, EvaluationRecord) for record in RunLog(folder).read())
 
 
 class FollowedRun(Described):

@@ -149,14 +149,30 @@ def is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in (CONFIG, ActivityLog.FILE, HOLDER))
 
 
-def read_plan(folder: Path) -> list[Mapping[str, Any]]:
-    """Returns the planned cells of a comparison's folder; empty if it has no plan."""
+@dataclass(frozen=True)
+class Plan:
+    """What a comparison or sweep is to run, from its folder.
+
+    Attributes:
+        cells: The runs: `row`, `column`, `seed`, and `folder` relative to that of the plan; empty without a plan.
+        reference: Of a comparison, the row that the others are compared with; None if it is not recorded.
+        table: Of a comparison, the name of its built-in table; empty if there is none.
+    """
+
+    cells: Sequence[Mapping[str, Any]] = ()
+    reference: str | None = None
+    table: str = ""
+
+
+def read_plan(folder: Path) -> Plan:
+    """Returns the plan in a folder; an empty one if there is none."""
     try:
-        cells = json.loads((folder / PLAN_FILE).read_text("utf-8"))["cells"]
-        known = [cell for cell in cells if {"row", "column", "seed", "folder"} <= set(cell)]
-        return [cell for cell in known if not Path(cell["folder"]).is_absolute() and ".." not in cell["folder"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+        plan = json.loads((folder / PLAN_FILE).read_text("utf-8"))
+        known = [cell for cell in plan["cells"] if {"row", "column", "seed", "folder"} <= set(cell)]
+        below = [cell for cell in known if not Path(cell["folder"]).is_absolute() and ".." not in cell["folder"]]
+        return Plan(below, plan.get("reference") or None, str(plan.get("table", "")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return Plan()
 
 
 def _runs_below(folder: Path, depth: int) -> Iterator[Path]:

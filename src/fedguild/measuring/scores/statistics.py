@@ -47,6 +47,12 @@ def half_width(values: Spread) -> float:
     return float(stdtrit(values.count - 1, (1 + CONFIDENCE) / 2)) * values.std / math.sqrt(values.count)
 
 
+def interval(values: Spread) -> tuple[float, float]:
+    """Returns the 95 % confidence interval of a mean over seeds, by Student's t; infinite for one seed."""
+    half = half_width(values)
+    return values.mean - half, values.mean + half
+
+
 def paired_difference(values: Mapping[int, float], reference: Mapping[int, float]) -> Spread | None:
     """Returns the spread of `values[seed] - reference[seed]`, which cancels what a seed does to both.
 

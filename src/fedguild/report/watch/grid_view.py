@@ -51,7 +51,7 @@ class GridView:
         self._summaries.clear()
 
     def _scan(self) -> None:
-        planned = {self.folder / str(cell["folder"]): dict(cell) for cell in read_plan(self.folder)}
+        planned = {self.folder / str(cell["folder"]): dict(cell) for cell in read_plan(self.folder).cells}
         self._cells = planned
         for folder in [*planned, *find_runs(self.folder)]:
             if folder not in self._summaries and self.folder in folder.parents:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fedguild.config import ShippedTable, Table, table_cells, tables
 from fedguild.config.renamed import answers_old_arguments
 from fedguild.config.table import ONLY_COLUMN
-from fedguild.core.errors import ConfigError, nearest
+from fedguild.core.errors import CheckpointError, ConfigError, nearest
+from fedguild.measuring.log.index import COMPARISON_FILE, PLAN_FILE, read_plan
 from fedguild.runs.api.inputs import gather
 from fedguild.runs.api.launch import Launch, ProgressOf, Tell, say_nothing, silent
 from fedguild.runs.api.run_grid import SEEDS, Cell, Row, RunGrid, plan_grid, table_rows
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from fedguild.config.loading import Given
     from fedguild.measuring.log.folder import Run
     from fedguild.measuring.scores.metrics import Metric
+    from fedguild.report.style import Svg
     from fedguild.runs.api.inputs import Dataset, Partition
     from fedguild.runs.callbacks import Callback
 
@@ -101,9 +104,10 @@ def compare(
                 "Give presets or YAML files: `fedguild presets` lists those that ship.",
             )
         grid = plan_grid([Row(one) for one in configs], SEEDS if seeds is None else seeds, folder, overrides, given)
-    chosen = _reference(reference, grid, content)
+    name = configs if isinstance(configs, str) else ""
+    grid = replace(grid, reference=_reference(reference, grid, content), table=name)
     launch.complete(grid)
-    return _compared(grid, chosen, configs if isinstance(configs, str) else "", content)
+    return _compared(grid, content)
 
 
 def default_folder(configs: str | Sequence[Given]) -> Path:
@@ -115,32 +119,75 @@ def is_table(name: object) -> bool:
     return any(table.name == name for table in tables())
 
 
-def _compared(grid: RunGrid, reference: str, name: str, table: Table | None) -> Comparison:
-    """Writes a page for each column, and the table's overview; returns the comparison."""
+def load_comparison(folder: str | Path) -> Comparison:
+    """Returns a comparison from its folder, with the runs that have a score, without running or loading anything.
+
+    Args:
+        folder: The folder that `compare` or `fedguild compare` wrote; its runs may be in progress.
+
+    Raises:
+        CheckpointError: the folder is not that of a comparison, or a run's files are damaged.
+        ConfigError: a row has no run with a score yet.
+
+    Examples:
+        >>> import fedguild
+        >>> fedguild.load_comparison("runs/compared").tables[""].reference
+        'fedit-tiny-tasks-ranks'
+    """
+    from fedguild.measuring.log.folder import has_scores, load_run
+    from fedguild.report.comparison import compare as compared
+    from fedguild.report.overview import MARKDOWN_FILE
+
+    folder = Path(folder)
+    plan = read_plan(folder)
+    if not plan.cells:
+        raise CheckpointError(
+            f"{folder} is not the folder of a comparison: it has no {PLAN_FILE}.",
+            "Give the folder that `fedguild compare` wrote, for example runs/compare.",
+        )
+    runs: dict[str, dict[str, list[Path]]] = {}
+    for cell in plan.cells:
+        members = runs.setdefault(cell["column"], {}).setdefault(cell["row"], [])
+        members += [folder / cell["folder"]] if has_scores(folder / cell["folder"]) else []
+    tables = {
+        column: compared({row: [load_run(one) for one in members] for row, members in rows.items()}, plan.reference)
+        for column, rows in runs.items()
+    }
+    scores = _table(plan.table).load().scores if is_table(plan.table) else {}
+    pages = {column: folder / column / COMPARISON_FILE for column in runs}
+    return Comparison(folder, tables, runs, pages, plan.table, scores, folder / MARKDOWN_FILE)
+
+
+def _compared(grid: RunGrid, table: Table | None) -> Comparison:
+    """Writes a page for each column, and the tables as text, LaTeX and CSV; returns the comparison."""
+    from fedguild.core.files import write_text
     from fedguild.measuring.log.folder import load_run
     from fedguild.report.comparison import compare as compared
     from fedguild.report.html import write_comparison
-    from fedguild.report.overview import write_overview
+    from fedguild.report.overview import CSV_FILE, write_tables
 
     runs = {cell.folder: load_run(cell.folder) for cell in grid.cells}
     folders = {column: _folders(grid.rows(column)) for column in grid.columns}
     drawn = _table_figures(grid, runs, table) if table else {}
     by_column, pages = {}, {}
     for column, rows in folders.items():
-        by_column[column] = compared({row: [runs[one] for one in members] for row, members in rows.items()}, reference)
+        of_column = {row: [runs[one] for one in members] for row, members in rows.items()}
+        by_column[column] = compared(of_column, grid.reference)
         pages[column] = write_comparison(
-            rows, grid.folder / column, reference=reference, title=column or None, drawn=drawn
+            rows, grid.folder / column, reference=grid.reference, title=column or None, drawn=drawn
         )
     scores: Mapping[str, str] = table.scores if table else {}
-    overview = write_overview(by_column, scores, name, grid.folder) if table else None
-    return Comparison(grid.folder, by_column, folders, pages, name, scores, overview)
+    overview = write_tables(by_column, scores, grid.table, grid.folder)
+    comparison = Comparison(grid.folder, by_column, folders, pages, grid.table, scores, overview)
+    write_text(grid.folder / CSV_FILE, comparison.frame().to_csv(index=False))
+    return comparison
 
 
 def _folders(rows: Mapping[str, Sequence[Cell]]) -> dict[str, list[Path]]:
     return {name: [cell.folder for cell in cells] for name, cells in rows.items()}
 
 
-def _table_figures(grid: RunGrid, runs: Mapping[Path, Run], table: Table) -> dict[str, Callable[[float], str]]:
+def _table_figures(grid: RunGrid, runs: Mapping[Path, Run], table: Table) -> dict[str, Callable[[float], Svg]]:
     """Returns the figures of a table from the comparison's own runs: caption -> function of a width in inches.
 
     A figure that needs a cell which was not run is left out.

@@ -88,11 +88,15 @@ class RunGrid:
         folder: Parent folder of the runs: `COLUMN/NAME/seed-N`, without columns `NAME/seed-N`.
         cells: The runs, row by row.
         inputs: What was given in Python for all of them.
+        reference: Of a comparison, the row that the others are compared with.
+        table: Of a comparison, the name of its built-in table; empty if there is none.
     """
 
     folder: Path
     cells: tuple[Cell, ...]
     inputs: Inputs
+    reference: str = ""
+    table: str = ""
 
     @property
     def columns(self) -> list[str]:
@@ -106,7 +110,7 @@ class RunGrid:
         return rows
 
     def write_plan(self) -> None:
-        """Writes the planned runs, so that a page can also show those that have not begun."""
+        """Writes the planned runs, for a page that shows those that have not begun, and for `load_comparison`."""
         cells = [
             {
                 "row": cell.config.name,
@@ -116,7 +120,7 @@ class RunGrid:
             }
             for cell in self.cells
         ]
-        write_json(self.folder / PLAN_FILE, {"cells": cells})
+        write_json(self.folder / PLAN_FILE, {"cells": cells, "reference": self.reference, "table": self.table})
 
 
 def plan_grid(
