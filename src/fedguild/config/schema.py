@@ -136,8 +136,8 @@ class ModelSettings(Section):
     attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="Attention implementation.")
     trust_remote_code: bool = Field(
         default=False,
-        description="Run Python code that comes with the model. In a file it counts after `fedguild trust` of that file; "
-        "an override counts as it is.",
+        description="Run Python code that comes with the model. In a file it counts after `fedguild trust` of that "
+        "file; an override counts as it is.",
     )
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute activations in the backward pass: less memory, about a third more time."
