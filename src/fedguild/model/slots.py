@@ -221,6 +221,7 @@ class SlotModel:
         Raises:
             ModelError: the batch is for another kind of model, encoder-decoder or causal.
         """
+        self._require_rows(batch.input_ids)
         batch = self.widen(batch)
         rows: PackedRows | None = None
         if self._packs(batch):
@@ -272,6 +273,7 @@ class SlotModel:
             closed = [self.seq2seq.closed(row) for row in rows]
             ids, mask = padded(closed, tokenizer.pad_token_id, not_width=1)
         nothing = torch.zeros(0, dtype=torch.int64)
+        self._require_rows(ids)
         batch = SlotBatch(ids, mask, tuple(len(slot_rows) for slot_rows in prompts), nothing, nothing, nothing)
         batch = self.widen(batch)
         real_tokens = _real_tokens(batch)
@@ -325,6 +327,17 @@ class SlotModel:
         mixed = len(set(present)) > 1
         table = kept_on_device(active, self.device) if mixed else None
         return Pass(rows, mask, table, max(present), select, decoder_mask, active, real_tokens)
+
+    def _require_rows(self, ids: Tensor) -> None:
+        """Raises ModelError for a token without a row in the embedding, among ids that are on the host."""
+        largest = int(ids.max()) if ids.device.type == "cpu" and ids.numel() else 0
+        if largest >= self.backbone.info.vocabulary:
+            token = self.backbone.tokenizer.convert_ids_to_tokens(largest)
+            raise ModelError(
+                f"The token {largest} '{token}' of a text has no row in the model's embedding, which has "
+                f"{self.backbone.info.vocabulary}.",
+                "Leave it out of the data, or resize the model with `model.resize_token_embeddings`.",
+            )
 
     def _packs(self, batch: SlotBatch) -> bool:
         """Whether a pass packs this batch: a plain causal one on the CPU, with enough padding."""

@@ -23,6 +23,7 @@ from fedguild.export.per_expert import write_per_expert
 from fedguild.export.weights import beyond_weights, in_one_adapter
 from fedguild.measuring.log.folder import load_run
 from fedguild.model.packaged import PACKAGED, packaged
+from fedguild.model.pretrained import is_gguf
 from fedguild.runs.experiment import restore
 from fedguild.runs.scoring import evaluated_plan
 from fedguild.runs.setup import Experiment
@@ -198,6 +199,8 @@ def _possible(experiment: Experiment, deployment: Deployment, format: Form) -> t
     if format == "code":
         return "merged", "the merged form, as nothing acts beside the backbone's weights"
     missing = "" if format == "merged" else obstacle(experiment.backbone.info, deployment)
+    if not missing and format != "merged" and is_gguf(experiment.config.model.path):
+        missing = "its base model is a GGUF file, which peft does not read"
     if missing:
         return "merged", f"the merged form, as an adapter alone cannot carry the model: {missing}"
     return format, ""
