@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 import fedguild
-from fedguild.cli.progress import TerminalProgress
 from fedguild.config import load_config
 from fedguild.core.errors import ConfigError
 from fedguild.measuring.log.index import read_plan
 from fedguild.runs.api.run_grid import Row, plan_grid
 from fedguild.runs.exporting import Exported, Subject
+from fedguild.runs.terminal import TerminalProgress
 from tests.cli.conftest import FakeExperiment, Invoke
 from tests.report.runs import write_run
 

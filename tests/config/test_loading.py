@@ -119,6 +119,18 @@ def test_what_is_no_yaml_or_no_mapping(tmp_path: Path) -> None:
     assert "latin.yaml: line 1: the byte 0xe9 is not UTF-8." in message(str(tmp_path / "latin.yaml"))
 
 
+def test_overrides_may_be_mappings_nested_or_with_dotted_keys_and_the_later_wins() -> None:
+    text = ["training.steps=3", "method.name=fedit", "method.rank=2", "seed=4", "federation.rounds=9"]
+    nested = {"training": {"steps": 7}, "method": {"name": "fedit", "rank": 2}, "federation": {"rounds": 9}}
+    dotted = {"training.steps": 5, "training": {"steps": 3}, "method.rank": 2, "method.name": "fedit", "seed": 4}
+    wanted = load_config("flame/tiny-tasks", text)
+    assert load_config("flame/tiny-tasks", [nested, "training.steps=3", {"seed": 4}]) == wanted
+    assert load_config("flame/tiny-tasks", [dotted, {"federation": {"rounds": 9}}]) == wanted
+    assert message("flame/tiny-tasks", [{"training.stepz": 3}]).startswith(
+        "the overrides: unknown key 'training.stepz'"
+    )
+
+
 def test_overrides_in_a_list_and_options_that_are_no_mapping_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"\['seed=1'\] is not an override") as caught:
         load_config("flame/tiny-tasks", [["seed=1"]])  # type: ignore[list-item]

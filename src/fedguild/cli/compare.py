@@ -18,10 +18,10 @@ from fedguild.cli.options import (
     is_setting,
     parsed_seeds,
 )
-from fedguild.cli.output import note, show, show_json
-from fedguild.cli.progress import TerminalProgress
+from fedguild.cli.output import errors, note, show, show_json
 from fedguild.cli.watch import WatchOption, watching
 from fedguild.core.errors import ConfigError
+from fedguild.runs.terminal import TerminalProgress
 
 if TYPE_CHECKING:
     from fedguild.runs.results import Comparison
@@ -101,7 +101,7 @@ def command(
             launcher=launcher.value,
             address=address,
             cores=cores,
-            progress=lambda title: TerminalProgress(title=title),
+            progress=lambda title: TerminalProgress(errors, title),
             tell=note,
         )
     _show(comparison, as_json)

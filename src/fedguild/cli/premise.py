@@ -11,8 +11,8 @@ from rich.table import Table
 
 import fedguild
 from fedguild.cli.options import JsonOption
-from fedguild.cli.output import note, show, show_json
-from fedguild.cli.progress import TerminalProgress
+from fedguild.cli.output import errors, note, show, show_json
+from fedguild.runs.terminal import TerminalProgress
 
 if TYPE_CHECKING:
     from fedguild.measuring.scores.premise import Premise
@@ -58,7 +58,7 @@ def command(
     given: list[str | Path] = list(text or ())
     if not given and not sys.stdin.isatty():
         given = [sys.stdin.read()]
-    with TerminalProgress() as progress:
+    with TerminalProgress(errors) as progress:
         found = fedguild.premise(
             model,
             given,

@@ -9,9 +9,10 @@ import typer
 import fedguild
 from fedguild.cli.following import follows_torchrun
 from fedguild.cli.options import JsonOption, RunFolderArgument
-from fedguild.cli.progress import TerminalProgress
+from fedguild.cli.output import errors
 from fedguild.cli.results import show_run
 from fedguild.cli.watch import WatchOption, watching
+from fedguild.runs.terminal import TerminalProgress
 
 EXAMPLES = ("fedguild resume runs/flame-tiny-tasks", "fedguild resume runs/flame-tiny-tasks --round 4")
 RoundOption = Annotated[
@@ -33,6 +34,6 @@ def command(
     if follows_torchrun():
         return
     context.obj.resume_with = f"fedguild resume {folder}"
-    with watching(folder, on=watch), TerminalProgress() as progress:
+    with watching(folder, on=watch), TerminalProgress(errors) as progress:
         result = fedguild.resume(folder, progress=progress, round=round)
     show_run(result.folder, as_json)

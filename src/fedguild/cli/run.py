@@ -10,10 +10,11 @@ import typer
 import fedguild
 from fedguild.cli.following import follows_torchrun
 from fedguild.cli.options import ConfigArgument, JsonOption, OverridesArgument, config_and_settings
-from fedguild.cli.progress import TerminalProgress
+from fedguild.cli.output import errors
 from fedguild.cli.results import show_run
 from fedguild.cli.watch import WatchOption, watching
 from fedguild.config import load_config
+from fedguild.runs.terminal import TerminalProgress
 
 EXAMPLES = (
     "fedguild run flame/tiny-tasks",
@@ -44,6 +45,6 @@ def command(
         return
     folder = output or settings.run_folder
     context.obj.resume_with = f"fedguild resume {folder}"
-    with watching(folder, on=watch), TerminalProgress() as progress:
+    with watching(folder, on=watch), TerminalProgress(errors) as progress:
         result = fedguild.run(settings, output=folder, progress=progress)
     show_run(result.folder, as_json)

@@ -19,10 +19,10 @@ from fedguild.cli.options import (
     config_and_settings,
     parsed_seeds,
 )
-from fedguild.cli.output import note, show, show_json
-from fedguild.cli.progress import TerminalProgress
+from fedguild.cli.output import errors, note, show, show_json
 from fedguild.cli.watch import WatchOption, watching
 from fedguild.config import load_config
+from fedguild.runs.terminal import TerminalProgress
 
 EXAMPLES = (
     "fedguild sweep flame/tiny-tasks method.rank=4,8,16 training.learning_rate=1e-3,5e-3 --seeds 0,1,2",
@@ -76,7 +76,7 @@ def command(
             launcher=launcher.value,
             address=address,
             cores=cores,
-            progress=lambda title: TerminalProgress(title=title),
+            progress=lambda title: TerminalProgress(errors, title),
             tell=note,
         )
     if as_json:

@@ -24,9 +24,11 @@ TABLES_FOLDER = Path(__file__).parent / "tables"
 
 Given = str | Path | Mapping[str, Any] | Config
 """A config: the name of a preset, a YAML file, a mapping of settings, or a config as it is."""
+Override = str | Mapping[str, Any]
+"""`key.sub=value`, or a mapping of settings, nested or with dotted keys."""
 
 
-def load_config(given: Given, overrides: Sequence[str] = (), *, between: Sequence[Layer] = ()) -> Config:
+def load_config(given: Given, overrides: Sequence[Override] = (), *, between: Sequence[Layer] = ()) -> Config:
     """Returns the validated config of a file or preset.
 
     A config may build on another with `extends: <preset or file in the same folder>`. Mappings are merged key by key;
@@ -34,7 +36,7 @@ def load_config(given: Given, overrides: Sequence[str] = (), *, between: Sequenc
 
     Args:
         given: A YAML file, the name of a preset, a mapping of settings, which may have `extends`, or a config.
-        overrides: `key.sub=value`, the value read as YAML; of two for one key the later wins.
+        overrides: `key.sub=value`, the value read as YAML, or a mapping of settings; of two for one key the later wins.
         between: Settings that override the file's and are overridden by `overrides`.
 
     Raises:
@@ -153,11 +155,14 @@ def _file_layers(path: Path, children: tuple[Path, ...]) -> Iterator[Layer]:
     yield Layer(str(path), _written_out(settings), file=path)
 
 
-def _override_layer(override: str) -> Layer:
+def _override_layer(override: Override) -> Layer:
+    if isinstance(override, Mapping):
+        return Layer("the overrides", _written_out(_nested(override)), is_override=True)
     if not isinstance(override, str):
         raise ConfigError(
             f"{override!r} is not an override.",
-            "In Python every override is an argument of its own: run(config, 'training.steps=5', 'seed=1').",
+            "In Python every override is an argument of its own, text or a mapping: run(config, 'training.steps=5', "
+            "{'seed': 1}).",
         )
     key, equals, value = override.partition("=")
     if not equals or not re.fullmatch(r"\w+(\.\w+)*", key):
@@ -169,6 +174,17 @@ def _override_layer(override: str) -> Layer:
     for part in reversed(key.split(".")):
         settings = {part: settings}
     return Layer(f"override '{override}'", _written_out(settings), is_override=True)
+
+
+def _nested(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns settings whose keys may be dotted, `{"training.steps": 5}`, as nested mappings."""
+    nested: dict[str, Any] = {}
+    for key, value in settings.items():
+        inner = _nested(value) if isinstance(value, Mapping) else value
+        for part in reversed(str(key).split(".")):
+            inner = {part: inner}
+        nested = _merged(nested, inner)
+    return nested
 
 
 def _written_out(settings: Mapping[str, Any]) -> Mapping[str, Any]:

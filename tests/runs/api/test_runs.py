@@ -113,16 +113,40 @@ def test_changed_data_is_refused(given: fedguild.RunResult, tmp_path: Path) -> N
         source(setting, None)
 
 
-def test_a_callback_stops_a_run_and_resume_goes_on(settings: list[str], tmp_path: Path) -> None:
-    def enough(event: Event) -> None:
-        if isinstance(event, Recorded) and event.round == 1:
+class Enough:
+    """A callback with a method for each event that it wants; it is asked what scores it needs, too."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def require(self, scores: object) -> None:
+        self.seen.append("require")
+
+    def on_record(self, event: Recorded) -> None:
+        if event.round == 1:
             event.stop("enough")
 
-    stopped = fedguild.run(BASE, *settings, output=tmp_path / "run", callbacks=[enough])
+    def on_round_end(self, event: Saved) -> None:
+        self.seen.append(f"saved {event.round}")
+
+    def on_run_end(self, event: Finished) -> None:
+        self.seen.append(f"mean {event.result.mean}")
+
+
+def test_a_callback_stops_a_run_and_resume_goes_on(
+    settings: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    enough = Enough()
+    stopped = fedguild.run(BASE, *settings, output=tmp_path / "run", callbacks=[enough], progress=True)
     assert (stopped.rounds, stopped.stopped) == (1, "enough")
+    assert enough.seen == ["require", "saved 1", f"mean {stopped.mean}"]
+    shown = capsys.readouterr()
+    assert "round 1/3" in shown.err
+    assert not shown.out
     assert fedguild.load_run(stopped.folder).stopped == "enough"
-    whole = fedguild.resume(stopped.folder)
+    whole = fedguild.resume(stopped.folder, progress=False)
     assert (whole.rounds, whole.stopped) == (3, "")
+    assert not capsys.readouterr().err
     fedguild.run(BASE, *settings, output=tmp_path / "plain")
     assert_same(ended(stopped.folder), ended(tmp_path / "plain"))
 
@@ -204,7 +228,7 @@ def test_what_cannot_be_given(settings: list[str], own_data: list[str], tmp_path
         fedguild.run(BASE, *settings, "callbacks=[{name: early-stopping, patience: x}]", output=tmp_path / "run")
     with pytest.raises(ConfigError, match="callbacks takes a sequence of functions, not <built-in function print>"):
         run(callbacks=print)
-    with pytest.raises(ConfigError, match="A callback is a function of an event, not 3"):
+    with pytest.raises(ConfigError, match=r"A callback is a function of an event, or an object with on_.*, not 3"):
         run(callbacks=[3])
     with pytest.raises(ConfigError, match=r"metrics takes a mapping of names to functions of two texts, not \['a'\]"):
         run(metrics=["a"])
@@ -217,6 +241,8 @@ def test_what_cannot_be_given(settings: list[str], own_data: list[str], tmp_path
         run(dataset=ROWS, partition=lambda examples, clients, rng: None)
     with pytest.raises(DataError, match="A row has text that is not Unicode"):
         run(dataset=[{"instruction": "Say \ud800.", "response": "1"}])
+    with pytest.raises(ConfigError, match="the overrides: unknown key 'learning_rate'"):
+        fedguild.run(BASE, learning_rate=1e-3)
     with pytest.raises(ConfigError, match=r"\['seed=1'\] is not an override"):
         fedguild.run(BASE, ["seed=1"])  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="There is no callback 'early'"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedguild.config import ShippedTable, Table, table_cells, tables
 from fedguild.config.renamed import answers_old_arguments
@@ -18,7 +18,7 @@ from fedguild.runs.api.run_grid import SEEDS, Cell, Row, RunGrid, plan_grid, tab
 from fedguild.runs.results import Comparison
 
 if TYPE_CHECKING:
-    from fedguild.config.loading import Given
+    from fedguild.config.loading import Given, Override
     from fedguild.measuring.log.folder import Run
     from fedguild.measuring.scores.metrics import Metric
     from fedguild.report.style import Svg
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @answers_old_arguments
 def compare(
     configs: str | Sequence[Given],
-    *overrides: str,
+    *overrides: Override,
     seeds: Sequence[int] | None = None,
     reference: str | None = None,
     rows: Sequence[str] | None = None,
@@ -45,6 +45,7 @@ def compare(
     cores: int = 1,
     progress: ProgressOf = silent,
     tell: Tell = say_nothing,
+    **settings: Any,
 ) -> Comparison:
     """Runs several configs over several seeds, or a built-in table, and compares them.
 
@@ -54,7 +55,7 @@ def compare(
 
     Args:
         configs: Presets, files, mappings or configs; or the name of a table that `fedguild presets METHOD` lists.
-        overrides: `key.sub=value`, for every config.
+        overrides: As in `run`, for every config.
         seeds: The seeds; by default the table's, or 0, 1, 2.
         reference: The config or row that the others are compared with; by default the table's, or the last.
         rows: Rows of a table; all by default.
@@ -70,6 +71,7 @@ def compare(
         cores: With `ray`, CPU cores of each run.
         progress: Returns the receiver of a run's progress reports by the run's title; with one job only.
         tell: Receives a line for each run that is finished.
+        settings: As in `run`, for every config.
 
     Raises:
         FedGuildError: a config, a row or a column is wrong, or a run failed; the others can be continued.
@@ -84,6 +86,7 @@ def compare(
         >>> sorted(frame.row.unique()), list(frame.columns)
         (['fedit-tiny-tasks-ranks', 'flame-tiny-tasks'], ['row', 'score', 'seed', 'value', 'difference'])
     """
+    overrides = (*overrides, settings) if settings else overrides
     given = gather(dataset, partition, metrics, callbacks)
     launch = Launch(jobs, launcher, address, cores, progress, tell)
     folder = Path(output) if output else default_folder(configs)

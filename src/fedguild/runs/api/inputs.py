@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from fedguild.config import Config, load_config
 from fedguild.config.data import GIVEN
 from fedguild.config.explaining import Layer
-from fedguild.config.loading import Given
+from fedguild.config.loading import Given, Override
 from fedguild.core.errors import ConfigError
 from fedguild.data.given import GivenData, as_file, rows_of
 from fedguild.data.partition import Assignment, PartitionScheme, in_integers
@@ -53,7 +53,7 @@ class Inputs:
         """Whether a run needs functions of this process."""
         return bool(self.metrics or self.callbacks)
 
-    def config(self, given: Given, overrides: Sequence[str], between: Sequence[Layer] = ()) -> Config:
+    def config(self, given: Given, overrides: Sequence[Override], between: Sequence[Layer] = ()) -> Config:
         """Returns a config with the settings of these inputs, which override `between`.
 
         Raises:
@@ -76,7 +76,7 @@ def gather(
     dataset: Dataset | None = None,
     partition: Partition | None = None,
     metrics: Mapping[str, Metric] | None = None,
-    callbacks: Iterable[Callback] = (),
+    callbacks: Iterable[Callback | object] = (),
 ) -> Inputs:
     """Collects what was given in Python.
 
@@ -84,7 +84,7 @@ def gather(
         DataError: the dataset is of no accepted kind, or has no rows to train on, or the partition has an entry that is
             not an integer.
         ConfigError: the partition is neither a function nor an assignment, a metric's name is taken, or a callback is
-            not a function.
+            neither a function nor an object with methods.
     """
     from fedguild.runs.callbacks import listed
 

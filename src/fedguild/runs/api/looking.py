@@ -16,7 +16,7 @@ from fedguild.runs.results import Costs, Partition
 
 if TYPE_CHECKING:
     from fedguild.config import Config
-    from fedguild.config.loading import Given
+    from fedguild.config.loading import Given, Override
     from fedguild.core.progress import Progress
     from fedguild.data.batches import Cut
     from fedguild.measuring.scores.premise import Premise
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def profile(
     config: Given,
-    *overrides: str,
+    *overrides: Override,
     model: str | Path | None = None,
     clients: int | None = None,
     examples: int | None = None,
@@ -91,7 +91,7 @@ def profile(
 
 
 def partition(
-    config: Given, *overrides: str, dataset: Dataset | None = None, partition: GivenPartition | None = None
+    config: Given, *overrides: Override, dataset: Dataset | None = None, partition: GivenPartition | None = None
 ) -> Partition:
     """Returns how many examples of each label every client would get, without training.
 

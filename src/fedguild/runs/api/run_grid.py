@@ -9,7 +9,7 @@ from typing import Literal
 
 from fedguild.config import Config, TableCell, load_saved
 from fedguild.config.explaining import Layer
-from fedguild.config.loading import Given
+from fedguild.config.loading import Given, Override
 from fedguild.config.table import ONLY_COLUMN
 from fedguild.core.errors import ConfigError
 from fedguild.core.files import write_json
@@ -127,7 +127,7 @@ def plan_grid(
     rows: Sequence[Row],
     seeds: Sequence[int],
     folder: Path,
-    overrides: Sequence[str] = (),
+    overrides: Sequence[Override] = (),
     inputs: Inputs | None = None,
     of: Literal["comparison", "sweep"] = "comparison",
 ) -> RunGrid:
@@ -178,13 +178,14 @@ def require_fit(config: Config) -> Config:
     return config
 
 
-def _refuse_own_settings(overrides: Sequence[str], of: str) -> None:
+def _refuse_own_settings(overrides: Sequence[Override], of: str) -> None:
     """Raises ConfigError for settings that differ between the runs of a grid; as overrides they would do nothing."""
-    for key, _, value in (str(text).partition("=") for text in overrides):
-        if key.strip() in _OWN_SETTINGS:
-            option = _OWN_SETTINGS[key.strip()]
+    given = [each.items() if isinstance(each, Mapping) else [str(each).partition("=")[::2]] for each in overrides]
+    for key, value in ((str(key).strip(), value) for pairs in given for key, value in pairs):
+        if key in _OWN_SETTINGS:
+            option = _OWN_SETTINGS[key]
             raise ConfigError(
-                f"{key.strip()}={value} is a setting of one run, and a {of} has several.",
+                f"{key}={value} is a setting of one run, and a {of} has several.",
                 f"Give --{option} {value}, or in Python `{option}`.",
             )
 

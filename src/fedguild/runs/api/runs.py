@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedguild.core.progress import Progress
 from fedguild.runs.api.inputs import gather
 from fedguild.runs.api.models import folder_of
 from fedguild.runs.results import RunResult
+from fedguild.runs.terminal import shown
 
 if TYPE_CHECKING:
-    from fedguild.config.loading import Given
+    from fedguild.config.loading import Given, Override
     from fedguild.measuring.scores.metrics import Metric
     from fedguild.runs.api.inputs import Dataset, Partition
     from fedguild.runs.callbacks import Callback
@@ -20,13 +21,14 @@ if TYPE_CHECKING:
 
 def run(
     config: Given,
-    *overrides: str,
+    *overrides: Override,
     output: str | Path | None = None,
     dataset: Dataset | None = None,
     partition: Partition | None = None,
     metrics: Mapping[str, Metric] | None = None,
-    callbacks: Iterable[Callback] = (),
-    progress: Progress | None = None,
+    callbacks: Iterable[Callback | object] = (),
+    progress: Progress | bool | None = None,
+    **settings: Any,
 ) -> RunResult:
     """Runs a config: trains, evaluates every budget, and writes the report.
 
@@ -36,7 +38,7 @@ def run(
     Args:
         config: A preset (`fedguild presets` lists them), a YAML file, a mapping of settings (which may have `extends`),
             or a `fedguild.config.Config`.
-        overrides: `key.sub=value`, as on the command line.
+        overrides: `key.sub=value`, as on the command line, or mappings of settings, nested or with dotted keys.
         output: The folder of the run, new; by default `runs/<name>`.
         dataset: The rows to train on, with the columns of the corpus `instructions` (instruction, response, and maybe
             input, label, task, document, choices): a `datasets.Dataset`, a pandas frame or a list of mappings; with
@@ -47,8 +49,9 @@ def run(
         metrics: Name -> function of (prediction, reference), for generated answers. They are recorded in addition to
             the corpus's own metric.
         callbacks: Functions that receive the run's events (`fedguild.runs.callbacks`) and may stop it, for example
-            `EarlyStopping`.
-        progress: Receiver of progress reports; by default none.
+            `EarlyStopping`; or objects with methods such as `on_round_end`.
+        progress: True for a bar and a line for each evaluation, or a receiver of progress reports; by default none.
+        settings: Settings of the config by name, after the overrides: `seed=1`, `training={"steps": 5}`.
 
     Raises:
         FedGuildError: the folder holds a run, or something in the config, the data or the model is wrong.
@@ -59,7 +62,7 @@ def run(
         >>> small = ["federation.clients=2", "federation.rounds=1", "training.steps=1", "evaluation.max_new_tokens=1"]
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     result = fedguild.run(
-        ...         "flame/tiny-tasks", *small, output=f"{folder}/run", dataset=rows,
+        ...         "flame/tiny-tasks", *small, output=f"{folder}/run", dataset=rows, training={"batch_size": 2},
         ...         partition=[n % 2 for n in range(40)], metrics={"length": lambda said, wanted: len(said)},
         ...     )
         ...     scores = result.frame()
@@ -71,11 +74,12 @@ def run(
     from fedguild.runs import experiment
 
     given = gather(dataset, partition, metrics, callbacks)
-    settings = given.config(config, overrides)
-    folder = settings.run_folder if output is None else Path(output)
-    return experiment.run(
-        settings, folder, progress=progress, preparation=given.preparation(), callbacks=given.callbacks
-    )
+    whole = given.config(config, [*overrides, settings] if settings else overrides)
+    folder = whole.run_folder if output is None else Path(output)
+    with shown(progress) as receiver:
+        return experiment.run(
+            whole, folder, progress=receiver, preparation=given.preparation(), callbacks=given.callbacks
+        )
 
 
 def resume(
@@ -83,8 +87,8 @@ def resume(
     *,
     round: int | None = None,
     metrics: Mapping[str, Metric] | None = None,
-    callbacks: Iterable[Callback] = (),
-    progress: Progress | None = None,
+    callbacks: Iterable[Callback | object] = (),
+    progress: Progress | bool | None = None,
 ) -> RunResult:
     """Continues a run from its last complete round, with the results of an uninterrupted run.
 
@@ -95,7 +99,7 @@ def resume(
         round: Goes back to this round, whose checkpoint must still exist; later rounds are removed.
         metrics: The metrics that were given to `run`.
         callbacks: As in `run`.
-        progress: Receiver of progress reports; by default none.
+        progress: As in `run`.
 
     Raises:
         CheckpointError: the folder holds no run, another process is working on it, or there is no such round.
@@ -110,9 +114,10 @@ def resume(
     from fedguild.runs import experiment
 
     given = gather(metrics=metrics, callbacks=callbacks)
-    return experiment.resume(
-        Path(folder), progress=progress, preparation=given.preparation(), round=round, callbacks=given.callbacks
-    )
+    with shown(progress) as receiver:
+        return experiment.resume(
+            Path(folder), progress=receiver, preparation=given.preparation(), round=round, callbacks=given.callbacks
+        )
 
 
 def evaluate(

@@ -1,10 +1,11 @@
 """Callbacks: functions that receive the events of a run as it goes on, and may stop it.
 
-A callback is any callable that takes one event. The events come in the order of the classes below. What happens several
-times a round, such as a training step, is reported by `fedguild.core.progress` instead. A built-in callback is a module
-of this package with a class or function `CALLBACK` that returns a callback; one of another package is an entry point in
-the group `fedguild.callbacks`. A config lists them under `callbacks`. If a callback has a method `require`, it is
-called before the run with the scores that the run will have.
+A callback is any callable that takes one event, or an object with some of the methods `on_round_begin`, `on_record`,
+`on_round_end` and `on_run_end`, each of which takes its event. The events come in the order of the classes below. What
+happens several times a round, such as a training step, is reported by `fedguild.core.progress` instead. A built-in
+callback is a module of this package with a class or function `CALLBACK` that returns a callback; one of another package
+is an entry point in the group `fedguild.callbacks`. A config lists them under `callbacks`. If a callback has a method
+`require`, it is called before the run with the scores that the run will have.
 
 A resumed run delivers the last complete round's `Saved` again, because the killed run may not have delivered it. A
 callback that decides from `history` alone, as `EarlyStopping` does, ends a resumed run where an uninterrupted one would
@@ -100,7 +101,7 @@ class Finished(Event):
 
 
 Callback = Callable[[Event], object]
-"""A function of an event; what it returns is ignored."""
+"""A function of an event; what it returns is ignored. In Python also an object with methods (`METHODS`)."""
 
 
 def _accepted(name: str, loaded: object) -> Callable[..., Callback]:
@@ -137,11 +138,35 @@ def _options_of(make: Callable[..., Callback]) -> str:
     return f"Its options: {', '.join(options)}." if options else "It takes no options."
 
 
+METHODS: Mapping[type[Event], str] = {
+    RoundStarted: "on_round_begin",
+    Recorded: "on_record",
+    Saved: "on_round_end",
+    Finished: "on_run_end",
+}
+"""Event -> the method that takes it, of a callback that is an object with methods."""
+
+
+class _ByMethod:
+    """A callback that calls an object's method for each event that it has one for."""
+
+    def __init__(self, holder: object) -> None:
+        self._holder = holder
+        if callable(require := getattr(holder, "require", None)):
+            self.require = require
+
+    def __call__(self, event: Event) -> None:
+        if callable(method := getattr(self._holder, METHODS[type(event)], None)):
+            method(event)
+
+
 def _checked(callback: object) -> Callback:
     """Returns a callback given in Python; raises ConfigError if it cannot be called."""
+    if any(callable(getattr(callback, name, None)) for name in METHODS.values()):
+        return _ByMethod(callback)
     if not callable(callback):
         raise ConfigError(
-            f"A callback is a function of an event, not {callback!r}.",
+            f"A callback is a function of an event, or an object with {', '.join(METHODS.values())}, not {callback!r}.",
             f"Those that ship are settings: 'callbacks={callback}'." if callback in CALLBACKS else "",
         )
     return callback

@@ -5,22 +5,26 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Self
 
+from rich import progress as bars
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from fedguild.cli.output import errors
+from fedguild.core.progress import Progress
+
+_STDERR = Console(stderr=True)
 
 
 class TerminalProgress:
     """A `fedguild.core.progress.Progress` that writes to a console; use it in a `with` block."""
 
-    def __init__(self, console: Console = errors, title: str = "") -> None:
+    def __init__(self, console: Console = _STDERR, title: str = "") -> None:
         self._console = console
         self._title = f"{title}: " if title else ""
-        self._bar = Progress(
+        self._bar = bars.Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
             MofNCompleteColumn(),
@@ -62,3 +66,8 @@ class TerminalProgress:
 
     def message(self, text: str) -> None:
         self._console.print(f"{self._title}{text}", markup=False, highlight=False, soft_wrap=True)
+
+
+def shown(progress: Progress | bool | None) -> AbstractContextManager[Progress | None]:
+    """Returns the receiver of a run's progress that is meant: a `TerminalProgress` for True, none for False."""
+    return TerminalProgress() if progress is True else nullcontext(progress or None)
