@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 from typer.main import get_command
 
 import fedguild
@@ -114,3 +115,30 @@ def test_python_dash_m() -> None:
         [sys.executable, "-m", "fedguild", "presets", "flame"], capture_output=True, text=True, check=True
     )
     assert "olmoe" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 9 GiB"),
+        torch.OutOfMemoryError("CUDA out of memory."),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_too_little_memory_is_said_without_a_traceback(invoke, experiment, monkeypatch, error):
+    def run(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(experiment, "run", run)
+    result = invoke("run", "flame/tiny-tasks", "output=there")
+    assert (result.exit_code, isinstance(result.exception, SystemExit)) == (2, True)
+    assert result.stderr.startswith(f"Error: out of memory: {error}")
+    assert "continue with: fedguild resume there" in result.stderr
+
+
+def test_another_error_keeps_its_traceback(invoke, experiment, monkeypatch):
+    def run(*_: object, **__: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(experiment, "run", run)
+    assert isinstance(invoke("run", "flame/tiny-tasks", "output=there").exception, RuntimeError)

@@ -155,3 +155,34 @@ def test_an_engine_may_be_its_name_alone_and_keeps_its_other_settings() -> None:
 @pytest.mark.parametrize("override", ["seed", "=3", "training..steps=3", "a b=3"])
 def test_what_is_no_override(override: str) -> None:
     assert f"'{override}' is not an override." in message("flame/tiny-tasks", [override])
+
+
+BOMB = "x0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"x{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 12)
+)
+TOO_MUCH = {
+    "aliases of aliases": (
+        f"{BOMB}method: fedit\nseed: *a11\n",
+        "more values than a config has .*, aliases written out",
+    ),
+    "60,000 keys": ("".join(f"k{number}: 1\n" for number in range(60_000)), "more lines or values than a config has"),
+    "an alias inside of itself": (
+        "method: &a {name: fedit, options: [*a]}\n",
+        "an alias stands inside of what it names",
+    ),
+    "a thousand keys": ("".join(f"k{number}: 1\n" for number in range(1000)), "and 951 more such settings"),
+}
+
+
+@pytest.mark.parametrize("case", TOO_MUCH)
+def test_a_file_that_says_too_much_is_answered_at_once(case: str, tmp_path: Path) -> None:
+    text, reason = TOO_MUCH[case]
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match=reason) as caught:
+        load_config(str(tmp_path / "config.yaml"))
+    assert len(str(caught.value)) < 20_000
+
+
+def test_an_alias_of_plain_values_is_read(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("method: fedit\nseed: &n 3\ntraining: {steps: *n}\nevaluation: {every: *n}\n")
+    assert load_config(str(tmp_path / "config.yaml")).training.steps == 3

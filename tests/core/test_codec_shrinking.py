@@ -117,3 +117,11 @@ def test_int8_without_a_fitting_scale_is_refused(scale: torch.Tensor | None) -> 
 def test_an_unknown_codec_lists_the_known() -> None:
     with pytest.raises(ConfigError, match="no codec 'fp16'"):
         shrink(payload(), "fp16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "names", [("a/x", "a/x#bf16"), ("a/x#bf16", "a/x#int8", "a/x#scale"), ("a/x#int8", "a/x#scale", "a/x")]
+)
+def test_a_tensor_that_comes_in_two_dtypes_is_refused(names: tuple[str, ...]) -> None:
+    with pytest.raises(UploadError, match="The tensor 'a/x' came twice, in two dtypes"):
+        expand(Payload({name: torch.ones(2, 1) for name in names}))

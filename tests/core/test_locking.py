@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from fedguild.core.errors import CheckpointError, ConfigError
+from fedguild.core.errors import CheckpointError, ConfigError, FedGuildError
 from fedguild.core.locking import LOCK, holder, run_lock
 from fedguild.runs import experiment
 
@@ -59,6 +60,52 @@ def test_somebody_who_asks_who_is_at_work_keeps_nobody_from_it(tmp_path: Path) -
     with run_lock(tmp_path / "run"):
         assert holder(tmp_path / "run") is not None
     ending.join()
+
+
+@pytest.mark.parametrize("number", ["ENOLCK", "EOPNOTSUPP", "EIO", "ENOSYS"])
+def test_a_file_system_without_locks_is_an_error_with_a_remedy(number, tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(getattr(errno, number), os.strerror(getattr(errno, number)))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    for _ in range(2):  # no file is left that would say that somebody is at work
+        with (
+            pytest.raises(FedGuildError, match="cannot be locked for this process") as caught,
+            run_lock(tmp_path / "run"),
+        ):
+            pytest.fail("there is no lock")
+        assert os.strerror(getattr(errno, number)) in caught.value.message
+    assert holder(tmp_path / "run") is None
+
+
+@pytest.mark.parametrize("stands", ["folder", "link", "read-only"])
+def test_a_lock_that_cannot_be_opened(stands, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    lock = tmp_path / "run" / LOCK
+    if stands == "folder":
+        lock.mkdir()
+    elif stands == "link":
+        lock.symlink_to(tmp_path / "elsewhere")
+    else:
+        opened = os.open
+
+        def refusing(path, *arguments, **named):
+            if str(path) == str(lock):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+            return opened(path, *arguments, **named)
+
+        monkeypatch.setattr("os.open", refusing)
+    with pytest.raises(FedGuildError, match="cannot be locked for this process"), run_lock(tmp_path / "run"):
+        pytest.fail("there is no lock")
+    assert holder(tmp_path / "run") is None
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_what_a_killed_holder_was_writing_is_removed(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/..lock.json.abc.part").touch()
+    with run_lock(tmp_path / "run"):
+        assert [path.name for path in (tmp_path / "run").glob(".*.part")] == []
 
 
 def test_a_killed_process_releases_the_lock_at_once(other, tmp_path: Path) -> None:

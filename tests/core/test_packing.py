@@ -113,3 +113,11 @@ def test_a_plain_safetensors_file_has_no_scalars():
 
     tensors, scalars = unpack(save({"x": torch.ones(2)}))
     assert (tensors["x"].tolist(), scalars) == ([1, 1], {})
+
+
+def test_tensors_are_counted_before_they_are_parsed(monkeypatch):
+    many = pack({f"a/{number}": torch.zeros(0) for number in range(500)}, {})
+    assert len(unpack(many)[0]) == len(unpack(many, 500)[0]) == 500
+    monkeypatch.setattr("fedguild.core.packing.from_json", lambda text: pytest.fail("it was parsed"))
+    with pytest.raises(FedGuildError, match=r"its header has 50\d objects, but 100 tensors are expected at most"):
+        unpack(many, 100)

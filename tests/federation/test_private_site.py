@@ -128,11 +128,10 @@ def test_a_run_without_the_sites_noise_is_in_its_ledger_and_no_later_limit_holds
 
 
 def test_a_refusal_says_no_number_that_follows_from_the_size(olmoe_folder: Path, tmp_path: Path) -> None:
-    config = private(olmoe_folder, *LOCAL, "training.steps=null", "training.epochs=2", "privacy.public=[scores]")
-    for limit in ({"max_steps": 1}, {"min_examples": 10**6}):
-        failure = site(config, tmp_path, **limit).handle(train_request(config)).failure
-        assert failure.startswith("refused by its site: a round")
-        assert "a withheld number of" in failure
+    config = private(olmoe_folder, *LOCAL, "privacy.public=[scores]")
+    failure = site(config, tmp_path, min_examples=10**6).handle(train_request(config)).failure
+    assert failure.startswith("refused by its site: a round")
+    assert "a withheld number of" in failure
     limited, request = site(config, tmp_path, min_scored=10**6), train_request(config)
     asked = {**run_metadata(config), "scope": "client", "split": "test"}
     score = Message("score", RUN, 1, 1, metadata=asked, body=request.body)
@@ -142,6 +141,18 @@ def test_a_refusal_says_no_number_that_follows_from_the_size(olmoe_folder: Path,
     records = trainer.handle(score).metadata["records"]
     assert len(trainer._client_data().test) > 1
     assert {record["examples"] for record in records} == {1}
+
+
+def test_no_number_of_refusals_tells_a_size(olmoe_folder: Path, tmp_path: Path) -> None:
+    """With epochs the smallest limit that is not refused did, by bisection."""
+    steps = ("training.steps=null", "training.epochs={}")
+    trainer = site(private(olmoe_folder, *LOCAL), tmp_path, max_steps=10)
+    heard = set()
+    for epochs in (1, 2, 1000):
+        config = private(olmoe_folder, *LOCAL, *(each.format(epochs) for each in steps))
+        heard.add(trainer.handle(Message("hello", f"{epochs:032x}", 0, 1, metadata=run_metadata(config))).failure)
+    (failure,) = heard
+    assert "training.epochs makes the steps of a round follow from this site's number of examples" in failure
 
 
 @pytest.mark.parametrize("error", [RuntimeError("index 17 of example 'secret'"), DataError("Example 'secret' is bad.")])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +18,7 @@ from fedguild.core.seeding import torch_rng
 from fedguild.engines.client_report import ClientReport
 from fedguild.federation.flower.engine import read_payload
 from fedguild.federation.flower.message import Message
+from fedguild.federation.schema import MessageKind
 from fedguild.federation.trainer_service import TrainerService, model_digest, run_metadata
 from fedguild.methods import build_method
 from fedguild.runs.setup import budgets_of, fitted, load_model
@@ -34,15 +37,18 @@ def trainer(config: Config, tmp_path: Path) -> TrainerService:
     return trainers_of(config, tmp_path)[1]
 
 
-def train_request(config: Config, round: int = 1, client: int = 1, factor: float = 1.0) -> Message:
-    """Returns the server's request of a round's training; the model may be another multiple of the start."""
+def train_request(
+    config: Config, round: int = 1, client: int = 1, factor: float = 1.0, kind: MessageKind = "train"
+) -> Message:
+    """Returns the server's request of a round's training, or to take the model home; a multiple of the start."""
     backbone = load_model(config)
     method = fitted(build_method(config.method.name, config.method.options), config, backbone.info)
     budgets = list(budgets_of(config, backbone.info).values())
     state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", config.method.name))
-    download = method.download(state, backbone.info, ClientInfo(client, budgets[client % 2], 10))
+    who = ClientInfo(client, budgets[client % 2], 10)
+    download = method.download(state, backbone.info, who) if kind == "train" else method.excerpt(state, who)
     body = encode(Payload({name: factor * value for name, value in download.tensors.items()}, download.scalars))
-    return Message("train", RUN, round, client, metadata=run_metadata(config), body=body)
+    return Message(kind, RUN, round, client, metadata=run_metadata(config), body=body)
 
 
 def test_a_trained_round_comes_with_its_report(config: Config, trainer: TrainerService) -> None:
@@ -100,6 +106,31 @@ def test_a_run_that_changes_its_config_is_refused(config: Config, tmp_path: Path
     assert refused == "the run began here with another config; a new config needs a new run"
 
 
+DAMAGES = {
+    "none": lambda tensors: {},
+    "half": lambda tensors: dict(list(tensors.items())[::2]),
+    "NaN": lambda tensors: {name: tensor * float("nan") for name, tensor in tensors.items()},
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_download_or_a_model_that_is_none_is_refused(damage: str, config: Config, trainer: TrainerService) -> None:
+    """And the model that the client took home before stays the latest."""
+
+    def damaged(message: Message) -> Message:
+        sent = read_payload(message.body, "test")
+        return replace(message, body=encode(Payload(DAMAGES[damage](sent.tensors), sent.scalars)))
+
+    reason = "has NaN or infinity in" if damage == "NaN" else "tensors of the adapter are expected"
+    assert reason in trainer.handle(damaged(train_request(config))).failure
+    assert not trainer.handle(train_request(config, kind="deliver")).failure
+    latest = trainer.work / "models/latest"
+    kept = latest.resolve()
+    assert reason in trainer.handle(damaged(train_request(config, round=2, kind="deliver"))).failure
+    assert latest.resolve() == kept
+    assert [path.name for path in kept.parent.iterdir() if not path.is_symlink()] == [kept.name]
+
+
 def test_the_same_round_of_many_models_is_refused(config: Config, tmp_path: Path) -> None:
     """Also by the trainer that was started anew; the first request, word for word, gets the same answer again."""
     changes = [{}, {"accept": {"requests_per_round": 2}}, {}]
@@ -139,6 +170,26 @@ def test_every_request_of_a_run_that_asks_too_much_or_too_little_is_refused(
     assert failure.startswith("refused by its site: ")
     assert reason in failure
     assert not (trainer.work / "runs").exists()
+
+
+def test_a_run_of_a_million_clients_costs_a_site_nothing(config, trainer, monkeypatch) -> None:
+    many = run_metadata(config)
+    many["config"]["federation"]["clients"] = 10**6
+    monkeypatch.setattr("fedguild.federation.trainer_service.method_of", lambda config: pytest.fail("it was prepared"))
+    failure = trainer.handle(Message("hello", RUN, metadata=many)).failure
+    assert failure == "refused by its site: the run is of 1000000 clients, beyond accept.max_clients of 10000"
+
+
+def test_so_many_runs_begin_in_a_day_and_no_more(config: Config, tmp_path: Path) -> None:
+    """Those that began go on; each has a folder and an entry in the ledger."""
+    trainer = trainers_of(config, tmp_path, [{}, {"accept": {"runs_per_day": 2}}, {}])[1]
+    runs = [f"{number:032x}" for number in (1, 2, 3, 1)]
+    failures = [trainer.handle(Message("hello", run, metadata=run_metadata(config))).failure for run in runs]
+    assert failures == ["", "", "refused by its site: 2 runs began within a day, and accept.runs_per_day is 2", ""]
+    assert len(list((trainer.work / "runs").iterdir())) == 2
+    yesterday = time.time() - 90_000
+    os.utime(trainer.work / "runs" / runs[0] / "fingerprint", (yesterday, yesterday))
+    assert not trainer.handle(Message("hello", runs[2], metadata=run_metadata(config))).failure
 
 
 @pytest.mark.parametrize("kind", ["train", "score", "deliver"])

@@ -29,8 +29,8 @@ from fedguild.model.plan import adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.runs import experiment
 from fedguild.server import checkpoint
-from fedguild.server.method import Method, Upload, client_model
-from fedguild.server.validation import check_upload
+from fedguild.server.method import Method, Upload, always_sent, client_model
+from fedguild.server.validation import check_received, check_upload
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 from tests.runs.runs import Killed, assert_same, ended, kill_at, save_model, small_config
@@ -380,6 +380,9 @@ def test_uploads_are_what_the_server_expects(label: str, tmp_path: Path) -> None
         uploads = train(federation, state, round)
         for sent in uploads:
             download = method.download(state, model, sent.client)
+            needed = always_sent(method, model, [who.budget for who in federation.clients], sent.client)
+            check_received(download, needed, "the download")
+            check_received(method.excerpt(state, sent.client), needed, "the state")
             for payload in (download, sent.payload):
                 travelled = decode(encode(payload))
                 assert_same_tensors(travelled.tensors, payload.tensors)

@@ -139,6 +139,14 @@ TRAIN: dict[str, tuple[Attack, str]] = {
     "a tensor's name with escapes": (uploading(lambda named: {**named, ESCAPE: torch.ones(1)}), "has unknown"),
     "a tensor's name of a megabyte": (uploading(lambda named: {**named, "x" * 10**6: torch.ones(1)}), "has unknown"),
     "no tensors": (uploading(lambda named: {}), "lacks"),
+    "ten thousand empty tensors": (
+        uploading(lambda named: {**named, **{f"a/{number}": torch.zeros(0) for number in range(10_000)}}),
+        "tensors are expected at most",
+    ),
+    "a tensor in two dtypes": (
+        uploading(lambda named: {**named, **{f"{name}#bf16": value.bfloat16() for name, value in named.items()}}),
+        "came twice, in two dtypes",
+    ),
     "whole numbers": (uploading(lambda named: {n: t.to(torch.int32) for n, t in named.items()}), "is int32"),
     "int8 without scales": (
         uploading(lambda named: {f"{n}#int8": t.to(torch.int8) for n, t in named.items()}),
@@ -215,6 +223,9 @@ SCORE: dict[str, Attack] = {
     "a metric that is no number": scoring(metrics={"accuracy": math.nan}),
     "a metric that is a list": scoring(metrics={"accuracy": []}),
     "a thousand metrics": scoring(metrics={str(number): 1.0 for number in range(1000)}),
+    "sixty metrics of its own": scoring(metrics={f"own {number}": 1.0 for number in range(60)}),
+    "four thousand tasks": scoring(by_task={f"{number:0300d}": 1.0 for number in range(4000)}),
+    "more tasks than examples": scoring(by_task={str(number): 1.0 for number in range(40)}),
     "a metric with escapes": scoring(metrics={ESCAPE: 1.0}),
     "a task with escapes": scoring(by_task={ESCAPE: 1.0}),
     "10^400 examples": scoring(examples=HUGE),

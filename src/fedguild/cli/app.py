@@ -36,7 +36,7 @@ from fedguild.cli import (
 from fedguild.cli.example_command import ExampleCommand
 from fedguild.cli.output import explain
 from fedguild.config.renamed import OPTIONS
-from fedguild.core.errors import DivergedError, FedGuildError
+from fedguild.core.errors import DivergedError, FedGuildError, first_line, is_out_of_memory
 
 USER_ERROR = 2
 DIVERGED = 3
@@ -67,6 +67,16 @@ class _ReportingGroup(TyperGroup):
                 explain(f"Error: {error.option_name} is now called {OPTIONS[error.option_name]}.")
                 raise typer.Exit(USER_ERROR) from error
             raise
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error) or (ctx.obj and ctx.obj.debug):
+                raise
+            resume_with = ctx.obj.resume_with if ctx.obj else ""
+            explain(
+                f"Error: out of memory: {first_line(error)}",
+                "Set a smaller training.batch_size, data.max_length or federation.cohort_size, or model.dtype=bfloat16."
+                + (f" What is complete is kept; continue with: {resume_with}" if resume_with else ""),
+            )
+            raise typer.Exit(USER_ERROR) from error
         except KeyboardInterrupt as error:
             resume_with = ctx.obj.resume_with if ctx.obj else ""
             explain("Interrupted.", f"Continue from the last complete round with: {resume_with}" if resume_with else "")

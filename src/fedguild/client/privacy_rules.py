@@ -65,6 +65,11 @@ class PrivacyRules:
         return "sizes" in self.settings.public
 
     @property
+    def fixes_steps(self) -> bool:
+        """Whether the steps of a round tell nothing of a size that is withheld, in refusals as elsewhere."""
+        return self.sizes_are_public or self.training.steps is not None
+
+    @property
     def by_size(self) -> bool:
         """Whether the guarantee of a client depends on its number of examples."""
         return self.per_example and self.sizes_are_public

@@ -37,17 +37,18 @@ def encode(payload: Payload) -> bytes:
     return pack(payload.tensors, payload.scalars)
 
 
-def decode(data: bytes, source: str = "A payload") -> Payload:
+def decode(data: bytes, source: str = "A payload", most: int | None = None) -> Payload:
     """Returns the payload that `encode` wrote, its tensors on the CPU and sorted by name.
 
     Args:
         source: Where the bytes come from, for error messages.
+        most: Most tensors that it can have, counted before any is parsed; None for no limit.
 
     Raises:
         UploadError: the bytes are cut off, damaged, or something else.
     """
     try:
-        tensors, scalars = unpack(data)
+        tensors, scalars = unpack(data, most)
     except FedGuildError as error:
         raise UploadError(
             f"{source} of {len(data)} bytes cannot be decoded: {error.message}.",
@@ -84,17 +85,21 @@ def expand(payload: Payload) -> Payload:
     """Undoes `shrink`, whatever the codec was; the values stay rounded.
 
     Raises:
-        UploadError: a scale is missing or does not fit; the payload may come from an untrusted peer.
+        UploadError: a scale is missing or does not fit, or a tensor came in two dtypes; the payload may come from an
+            untrusted peer.
     """
     tensors: dict[str, Tensor] = {}
     for name, tensor in payload.tensors.items():
-        if name.endswith(BF16):
-            tensors[name.removesuffix(BF16)] = tensor.to(torch.float32)
-        elif name.endswith(INT8):
-            plain = name.removesuffix(INT8)
+        plain, mark, kind = name.rpartition("#")
+        if mark + kind == SCALE and plain + INT8 in payload.tensors:
+            continue
+        plain = plain if mark + kind in (BF16, INT8) else name
+        if plain in tensors:
+            raise UploadError(f"The tensor '{plain}' came twice, in two dtypes.")
+        if mark + kind == INT8:
             tensors[plain] = tensor.to(torch.float32) * _scale(payload.tensors, plain, tensor)
-        elif not name.endswith(SCALE):
-            tensors[name] = tensor
+        else:
+            tensors[plain] = tensor.to(torch.float32) if mark + kind == BF16 else tensor
     return Payload(tensors, payload.scalars)
 
 

@@ -78,6 +78,13 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"{meant}Known: {', '.join(choices)}."
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an exception says that memory could not be had, this process's or a device's."""
+    allocators = ("DefaultCPUAllocator", "not enough memory")  # torch raises a plain RuntimeError on a CPU
+    of_torch = type(error).__name__ == "OutOfMemoryError" or any(word in str(error) for word in allocators)
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and of_torch)
+
+
 def first_line(error: BaseException) -> str:
     """Returns the first line of an exception's message, or the name of its type if it has none."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

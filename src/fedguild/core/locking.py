@@ -6,6 +6,7 @@ The lock is the operating system's (`filelock`), so it is released when its proc
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import json
 import os
@@ -15,11 +16,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fedguild.core.errors import CheckpointError
+from fedguild.core.errors import CheckpointError, FedGuildError
 from fedguild.core.files import PRIVATE_FILE, make_folder, write_json
+from fedguild.core.sealed import remove_leftovers
 
 LOCK, HOLDER = ".lock", ".lock.json"
 ASKED_SECONDS = 0.5
@@ -50,6 +53,12 @@ class Holder:
         return f"process {self.pid} on {self.host}, since {self.since} ({self.command})"
 
 
+def _lock(folder: Path, timeout_seconds: float) -> FileLock:
+    """Returns the folder's lock; where the system has none, it fails rather than to leave a file that stays locked."""
+    options: dict[str, Any] = {"fallback_to_soft": False} if "fallback_to_soft" in inspect.signature(FileLock).parameters else {}
+    return FileLock(folder / LOCK, timeout=timeout_seconds, mode=PRIVATE_FILE, **options)
+
+
 def _without_secrets(words: list[str]) -> list[str]:
     """Masks the token that Flower gives a process in a command line."""
     return [words[0], *("***" if before == "--token" else word for before, word in itertools.pairwise(words))]
@@ -61,10 +70,11 @@ def run_lock(folder: Path) -> Iterator[None]:
 
     Raises:
         CheckpointError: another process holds it; the message names it and says since when.
+        FedGuildError: the lock cannot be had (a read-only folder, a file system without locks).
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     make_folder(folder)
-    lock = FileLock(folder / LOCK, timeout=ASKED_SECONDS, mode=PRIVATE_FILE)
+    lock = _lock(folder, ASKED_SECONDS)
     try:
         lock.acquire(poll_interval=0.01)
     except Timeout as error:
@@ -72,7 +82,14 @@ def run_lock(folder: Path) -> Iterator[None]:
             f"{folder} is in use by {holder(folder) or 'another process'}.",
             "Wait until it has ended, or end it; two processes on one run would damage it.",
         ) from error
+    except (OSError, RuntimeError) as error:  # filelock may not know a file system's answer
+        raise FedGuildError(
+            f"{folder} cannot be locked for this process: {folder / LOCK}: {getattr(error, 'strerror', '') or error}.",
+            "The lock keeps two processes from one run. Choose a folder that you can write to, on a file system with "
+            f"locks (a local disk), in which {LOCK} is a plain file or absent.",
+        ) from error
     try:
+        remove_leftovers(folder)
         write_json(folder / HOLDER, asdict(Holder.this_process()))
         yield
     finally:
@@ -86,13 +103,18 @@ def run_lock(folder: Path) -> Iterator[None]:
 
 
 def holder(folder: Path) -> Holder | None:
-    """Returns the process that works on a run's folder; None if there is none, or it left no description."""
+    """Returns the process that works on a run's folder; None if there is none, or it left no description.
+
+    Where the lock cannot be asked for, it is the one that the folder names.
+    """
     if not (folder / LOCK).exists():
         return None
-    lock = FileLock(folder / LOCK, timeout=0, mode=PRIVATE_FILE)
+    lock = _lock(folder, 0)
     try:
         lock.acquire()
-    except Timeout:
+    except (OSError, RuntimeError) as error:
+        if not isinstance(error, Timeout) and not (folder / HOLDER).is_file():
+            return None
         try:
             return Holder(**json.loads((folder / HOLDER).read_text("utf-8")))
         except (OSError, ValueError, TypeError):

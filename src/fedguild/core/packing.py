@@ -41,6 +41,8 @@ _DTYPE_NAMES = {
 }
 """The dtypes that may be packed, in the order in which safetensors lays them out."""
 _ITEM_BYTES = {name: dtype.itemsize for dtype, name in _DTYPE_NAMES.items()}
+_OTHER_OBJECTS = 64
+"""Room for the objects of a header that are no tensors, and for such letters in scalars."""
 MOST_DIMENSIONS = 8
 LARGEST_DIMENSION = 2**40
 LARGEST_SHAPE = 2**48
@@ -83,13 +85,17 @@ def packed_bytes(tensors: Mapping[str, Tensor], scalars: Mapping[str, Scalar]) -
     return _LENGTH_BYTES + padded_header_bytes + end
 
 
-def unpack(data: bytes) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
+def unpack(data: bytes, most: int | None = None) -> tuple[dict[str, Tensor], dict[str, Scalar]]:
     """Returns the tensors (on the CPU, writable) and the scalars that `pack` wrote, sorted by name.
+
+    Args:
+        data: The file.
+        most: Most tensors that it can have, counted before any is parsed; None for no limit.
 
     Raises:
         FedGuildError: the bytes are not such a file; the message is a clause saying why.
     """
-    scalars = _read_scalars(_checked_header(data).get(_SCALARS_KEY, "{}"))
+    scalars = _read_scalars(_checked_header(data, most).get(_SCALARS_KEY, "{}"))
     try:
         tensors = load_safetensors(data)
     except SafetensorError as error:
@@ -141,7 +147,7 @@ class _Entry(BaseModel):
 _HEADER: TypeAdapter[dict[str, _Entry]] = TypeAdapter(dict[str, _Entry])
 
 
-def _checked_header(data: bytes) -> dict[str, str]:
+def _checked_header(data: bytes, most: int | None = None) -> dict[str, str]:
     """Returns the metadata of a safetensors file whose header has the form that `pack` writes.
 
     Raises:
@@ -151,6 +157,9 @@ def _checked_header(data: bytes) -> dict[str, str]:
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if length > len(data) - _LENGTH_BYTES:
         raise FedGuildError(f"its header is said to have {length} bytes, of which it lacks some")
+    objects = bytes(data[_LENGTH_BYTES : _LENGTH_BYTES + length]).count(b"{")  # one a tensor
+    if most is not None and objects > most + _OTHER_OBJECTS:
+        raise FedGuildError(f"its header has {objects} objects, but {most} tensors are expected at most")
     try:
         header = from_json(bytes(data[_LENGTH_BYTES : _LENGTH_BYTES + length]))
     except ValueError as error:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 from safetensors import SafetensorError
 
 from fedguild.core.errors import FedGuildError
@@ -31,7 +34,9 @@ def new_folder(path: Path) -> Iterator[Path]:
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".part", dir=path.parent))
+        _remove_leftovers(path.parent)
+        prefix = f".{path.name}.{socket.gethostname()}.{os.getpid()}."
+        temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=".part", dir=path.parent))
         mode = _mode_of_new_folders(temporary)
         yield temporary
         temporary.chmod(mode)
@@ -44,6 +49,15 @@ def new_folder(path: Path) -> Iterator[Path]:
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Removes what processes of this machine that were killed had begun to write."""
+    mine = re.compile(rf"\..+\.{re.escape(socket.gethostname())}\.(\d+)\.[^.]+\.part")
+    for path in folder.glob(".*.part"):
+        found = mine.fullmatch(path.name)
+        if found and not psutil.pid_exists(int(found[1])):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _mode_of_new_folders(folder: Path) -> int:

@@ -10,7 +10,7 @@ The process that forwards a client's messages does nothing else, so this module 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -34,6 +34,8 @@ LARGEST_BYTES = 2**50
 LARGEST_LOSS = 1e6
 """Nats per token; that of a uniform guess over a vocabulary of a million words is 14."""
 LARGEST_METRIC = 1e30
+LARGEST_TASKS = 1024
+"""Most tasks of a score, also where it is a mean over more examples."""
 
 
 def _plain(text: str) -> str:
@@ -43,6 +45,7 @@ def _plain(text: str) -> str:
 
 
 Text = Annotated[str, Field(max_length=300), AfterValidator(_plain)]
+Task = Annotated[str, Field(max_length=100), AfterValidator(_plain)]
 Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_plain)]
 Count = Annotated[int, Field(ge=0, le=LARGEST_EXAMPLES)]
 Share = Annotated[float, Field(ge=0, le=1 + 1e-6, allow_inf_nan=False)]
@@ -173,7 +176,7 @@ class Score(_Part):
     split: Literal["test", "validation"]
     score: float = Field(ge=0, le=1 + 1e-9, allow_inf_nan=False)
     metrics: dict[Name, Metric | Literal["Infinity"]] = Field(default_factory=dict, max_length=64)
-    by_task: dict[Text, Share] = Field(default_factory=dict, max_length=4096)
+    by_task: dict[Task, Share] = Field(default_factory=dict, max_length=LARGEST_TASKS)
     examples: Count | None = None
     active_experts: Annotated[int, Field(ge=0, le=LARGEST_CLIENT)] | None = None
     inference_flops_per_token: Annotated[float, Field(ge=0, le=LARGEST_METRIC, allow_inf_nan=False)] | None = None
@@ -196,6 +199,27 @@ class ScoreAnswer(_Part):
             if (found := getattr(record, field)) != value:
                 raise UploadError(f"{client}: its scores are of {field} {found!r}, but {value!r} was asked for.")
         return record
+
+    def require_of_run(self, client: str, metrics: Collection[str], most_examples: int | None) -> None:
+        """Checks that a record holds nothing that the run does not measure; it is kept as long as the run.
+
+        Args:
+            metrics: The names of the run's metrics.
+            most_examples: Most examples of a score, each of which has one task; None for any number.
+
+        Raises:
+            UploadError: it holds more.
+        """
+        record = self.records[0]
+        unknown = sorted(record.metrics.keys() - set(metrics))
+        if unknown:
+            known = ", ".join(sorted(metrics))
+            raise UploadError(f"{client}: its scores have the metric '{unknown[0]}', but the run's are {known}.")
+        if most_examples is not None and len(record.by_task) > most_examples:
+            raise UploadError(
+                f"{client}: its scores have {len(record.by_task)} tasks, but are means over at most {most_examples} "
+                "examples (evaluation.max_examples)."
+            )
 
 
 class DeliverAnswer(_Part):

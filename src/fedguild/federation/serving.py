@@ -37,7 +37,7 @@ from fedguild.federation.stopping import stop_if_requested, withdraw_request
 from fedguild.federation.trainer_service import SCORES, model_digest, run_metadata
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.measuring.log.records import EvaluationRecord
-from fedguild.measuring.scores.metrics import load_metrics
+from fedguild.measuring.scores.metrics import METRICS, TAKEN, load_metrics
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.runs import experiment as runs
@@ -87,6 +87,8 @@ class RemoteClients:
         dealt: The budget that the run assigns to each client, for those that are not connected yet.
         wait_seconds: How long to wait for scores.
         progress: Receives a message for every client without scores.
+        metrics: The metrics that a score of the run may have.
+        most_examples: Most examples of a score; None for all that a client has.
     """
 
     engine: FlowerEngine
@@ -98,6 +100,8 @@ class RemoteClients:
     wait_seconds: float
     progress: Progress
     audit: AuditLog
+    metrics: frozenset[str]
+    most_examples: int | None
 
     def note(self, outcome: Outcome) -> None:
         self.audit.append(
@@ -150,6 +154,7 @@ class RemoteClients:
                 if not failure:
                     answer = read_metadata(ScoreAnswer, reply.metadata, "its scores cannot be read")
                     score = answer.of(client_name(client), number, scope, split)
+                    answer.require_of_run(client_name(client), self.metrics, self.most_examples)
                     records.append(EvaluationRecord.model_validate(score.model_dump()))
             except (UploadError, ValidationError) as error:
                 failure = error.message if isinstance(error, UploadError) else "its scores cannot be read"
@@ -334,7 +339,17 @@ def prepare_remote(
     engine.expect_absent([index for index in range(config.federation.clients) if index not in registry.clients])
     dealt = [tier.name for tier in config.federation.budget_per_client()]
     remote = RemoteClients(
-        engine, method, backbone.info, members, tiers, dealt, settings.score_seconds, progress, audit
+        engine,
+        method,
+        backbone.info,
+        members,
+        tiers,
+        dealt,
+        settings.score_seconds,
+        progress,
+        audit,
+        frozenset((*METRICS, *TAKEN, *config.evaluation.metrics)),
+        config.evaluation.max_examples,
     )
     return Experiment(
         config,

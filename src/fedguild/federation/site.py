@@ -75,6 +75,14 @@ class AcceptSettings(Section):
         description="Maximum number of different models of a run that are written to this site's disk to take home; "
         "null: no limit.",
     )
+    runs_per_day: int | None = Field(
+        default=50,
+        ge=1,
+        description="Maximum number of runs that may begin at this site within a day; null: no limit.",
+    )
+    max_clients: int | None = Field(
+        default=10_000, ge=1, description="Maximum `federation.clients` of a run; null: no limit."
+    )
     leave: tuple[str, ...] = Field(
         default=("*",),
         description="Name patterns of the tensors that may leave the site, `part/name`, for example `adapter/*`.",

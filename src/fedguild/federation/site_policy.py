@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Literal
 
 from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.core.errors import FedGuildError
@@ -34,8 +33,7 @@ class Terms:
         batch: Examples of an optimizer step, over all accumulated batches.
         examples: Distinct examples of this site that a round trains on.
         aggregated: Minimum number of clients whose uploads the run aggregates.
-        withheld: Which of `steps` and `examples` a refusal must not reveal, because differential privacy withholds the
-            site's size.
+        withheld: Whether a refusal must not reveal `examples`, because differential privacy withholds the site's size.
     """
 
     method: str
@@ -43,11 +41,7 @@ class Terms:
     batch: int
     examples: int
     aggregated: int
-    withheld: Collection[str] = ()
-
-    def said(self, name: Literal["steps", "examples"]) -> str:
-        """Returns a number as a refusal may state it."""
-        return WITHHELD_NUMBER if name in self.withheld else str(getattr(self, name))
+    withheld: bool = False
 
 
 class SitePolicy(AcceptSettings):
@@ -58,6 +52,22 @@ class SitePolicy(AcceptSettings):
         if kind in self.requests:
             return ""
         return f"'{kind}' is not among accept.requests ({', '.join(self.requests) or 'none'})"
+
+    def clients_refusal(self, clients: int) -> str:
+        """Returns why a run is refused for its number of clients, before anything is computed for it; empty if not."""
+        if self.max_clients is not None and clients > self.max_clients:
+            return f"the run is of {clients} clients, beyond accept.max_clients of {self.max_clients}"
+        return ""
+
+    def begin_refusal(self, begun: int) -> str:
+        """Returns why another run may not begin; empty if it may.
+
+        Args:
+            begun: How many began within a day.
+        """
+        if self.runs_per_day is not None and begun >= self.runs_per_day:
+            return f"{begun} runs began within a day, and accept.runs_per_day is {self.runs_per_day}"
+        return ""
 
     def round_refusal(self, round: int, rounds: int) -> str:
         """Returns why a request is refused whose round is not in its run; empty if it is.
@@ -87,14 +97,14 @@ class SitePolicy(AcceptSettings):
         if self.methods is not None and terms.method not in self.methods:
             return f"the method '{terms.method}' is not among accept.methods ({', '.join(self.methods) or 'none'})"
         if self.max_steps is not None and terms.steps > self.max_steps:
-            return f"a round asks for {terms.said('steps')} steps, beyond accept.max_steps of {self.max_steps}"
+            return f"a round asks for {terms.steps} steps, beyond accept.max_steps of {self.max_steps}"
         if terms.steps < self.min_steps:
-            return f"a round asks for {terms.said('steps')} step(s), below accept.min_steps of {self.min_steps}"
+            return f"a round asks for {terms.steps} step(s), below accept.min_steps of {self.min_steps}"
         if terms.batch < self.min_batch:
             return f"a step is on {terms.batch} example(s), below accept.min_batch of {self.min_batch}"
         if terms.examples < self.min_examples:
-            least = self.min_examples
-            return f"a round trains on {terms.said('examples')} example(s), below accept.min_examples of {least}"
+            number = WITHHELD_NUMBER if terms.withheld else str(terms.examples)
+            return f"a round trains on {number} example(s), below accept.min_examples of {self.min_examples}"
         if terms.aggregated < self.min_clients:
             return (
                 f"the run may aggregate the uploads of only {terms.aggregated} client(s), below accept.min_clients of "
@@ -127,7 +137,12 @@ class SitePolicy(AcceptSettings):
         return ""
 
     def privacy_refusal(self, rules: PrivacyRules | None) -> str:
-        """Returns why a run is refused because no ledger can account for it; empty if it is not."""
+        """Returns why a run is refused because it tells a withheld size, or no ledger can count it; else empty."""
+        if rules is not None and not rules.fixes_steps:
+            return (
+                "training.epochs makes the steps of a round follow from this site's number of examples, which the run "
+                "withholds: set training.steps"
+            )
         if self.max_epsilon is None:
             return ""
         if rules is None:

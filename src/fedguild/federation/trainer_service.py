@@ -7,10 +7,11 @@ import json
 import re
 import secrets
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,9 @@ from fedguild.runs.setup import (
     prepare_data,
 )
 from fedguild.server.engine import Engine, FilteredEngine, Task
+from fedguild.server.method import always_sent
 from fedguild.server.sampling import quorum_count
+from fedguild.server.validation import check_received
 
 if TYPE_CHECKING:
     from fedguild.engines.secure import SecureClients
@@ -101,7 +104,7 @@ class _RefusalError(FedGuildError):
     """A refusal by the site's policy, whose message reveals nothing that differential privacy withholds."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Session:
     experiment: Experiment
     engine: LocalEngine
@@ -109,6 +112,12 @@ class _Session:
     requests: RequestLog
     rules: PrivacyRules | None
     clients: SecureClients | None = None
+
+    @cached_property
+    def needed(self) -> frozenset[str]:
+        """The names of the adapter's tensors that this client is always sent."""
+        run = self.experiment
+        return always_sent(run.method, run.backbone.info, run.budgets, run.clients[0])
 
 
 class TrainerService:
@@ -149,7 +158,7 @@ class TrainerService:
             print(f"{message.kind}, round {message.round}: {error}{cause}", file=sys.stderr, flush=True)
             told = not _is_private(message) or isinstance(error, (_RefusalError, UploadError, ConfigError))
             return message.reply(failure=error.message if told else WITHHELD)
-        except (RuntimeError, ValueError, KeyError, OSError, ArithmeticError) as error:
+        except (RuntimeError, ValueError, KeyError, OSError, ArithmeticError, MemoryError) as error:
             traceback.print_exc()
             if _is_private(message):
                 return message.reply(failure=WITHHELD)
@@ -198,6 +207,7 @@ class TrainerService:
         experiment = session.experiment
         method, model, client = experiment.method, experiment.backbone.info, experiment.clients[0]
         task = Task(message.round, client, read_payload(message.body, "The download"))
+        check_received(task.download, session.needed, "the download")
         schema = method.schema(model, client, task.download, task.round)
         _require_none(self.policy.names_refusal(schema.tensors) or self._count_refusal(message, session))
         experiment.memory.forget(max(0, message.round - config.federation.save_total_limit))
@@ -291,7 +301,9 @@ class TrainerService:
         folder = self.work / MODELS / f"{experiment.config.name}-{message.run[:8]}-round-{message.round:05d}"
         if folder.exists():
             return message.reply(metadata={"folder": folder.name, "form": "already there"})
-        exported = export_own(experiment, _state(message), message.round, folder)
+        state = _state(message)
+        check_received(state, session.needed, "the model's state")
+        exported = export_own(experiment, state, message.round, folder)
         _relink(folder.with_name(LATEST), folder.name)
         return message.reply(metadata={"folder": folder.name, "form": exported.format, "reason": exported.reason})
 
@@ -331,12 +343,11 @@ class TrainerService:
         steps, batch = steps_in_round(examples, training), training.batch_size * training.gradient_accumulation_steps
         rules, privacy = config.federation, rules_of(config)
         aggregated = quorum_count(rules.wanted_uploads, rules.quorum)
-        withheld = []
-        if privacy is not None and not privacy.sizes_are_public:
-            withheld = ["examples"] if privacy.said_steps(examples) is not None else ["examples", "steps"]
+        withheld = privacy is not None and not privacy.sizes_are_public
         limits = self.policy.session_refusal(rules.secure_clients, rules.secure_share) if rules.secure else ""
         return (
-            self.policy.privacy_refusal(privacy)
+            self.policy.clients_refusal(rules.clients)
+            or self.policy.privacy_refusal(privacy)
             or self.policy.disclosure_refusal(rules.secure, rules.secure_disclose)
             or limits
             or self.policy.run_refusal(
@@ -359,6 +370,8 @@ class TrainerService:
         method = fitted(method, config, backbone.info)
         check_fit(method, config, backbone.info)
         tiers = budgets_of(config, backbone.info)
+        if not (self.work / "runs" / run / BOUND).exists():
+            _require_none(self.policy.begin_refusal(_begun_within_a_day(self.work / "runs")))
         _bind(self.work / "runs" / run, config)
         rules, examples = rules_of(config), len(client_data.train)
         if rules is None or rules.settings.is_central:
@@ -467,6 +480,12 @@ def _stored_answer(folder: Path, message: Message) -> Message | None:
     path, digest = folder / ANSWER, _digest(message)
     content = path.read_bytes() if path.is_file() else b""
     return Message.from_bytes(content[len(digest) :]) if content.startswith(digest) else None
+
+
+def _begun_within_a_day(runs: Path) -> int:
+    """Returns how many runs began here in the last 24 hours."""
+    since = time.time() - 86400
+    return sum(path.stat().st_mtime > since for path in runs.glob(f"*/{BOUND}"))
 
 
 def _bind(folder: Path, config: Config) -> None:

@@ -69,6 +69,12 @@ def check_privacy(method: Method, config: Config, model: ModelInfo, budgets: Seq
         )
     if (rules := rules_of(config)) is not None:
         rules.check()
+        if config.federation.engine.name == "flower" and not rules.fixes_steps:
+            raise ConfigError(
+                "training.epochs makes a client's steps follow from its number of examples, which privacy.public does "
+                "not name: what sites refuse would tell it.",
+                "Set training.steps, or declare the sizes: privacy.public=[sizes].",
+            )
 
 
 def require_public_scores(config: Config) -> None:

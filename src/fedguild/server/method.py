@@ -397,6 +397,19 @@ def takes_means(method: Method) -> bool:
     return type(method).aggregate is Method.aggregate
 
 
+def always_sent(method: Method, model: ModelInfo, budgets: Sequence[Budget], client: ClientInfo) -> frozenset[str]:
+    """Returns the names of the adapter's tensors that every download and excerpt of this client has.
+
+    They are those of its first, on shapes alone; none where what a client is sent depends on all clients.
+    """
+    if type(method).enroll is not Method.enroll:
+        return frozenset()
+    with ShapesOnly():
+        state = method.start(model, budgets, torch_rng(0, "form"))
+        sent = method.download(state, model, client)
+    return frozenset(name for name in sent.tensors if name.startswith(f"{ADAPTER}/"))
+
+
 def secure_form(
     method: Method, model: ModelInfo, budgets: Sequence[Budget], round_index: int = 0
 ) -> tuple[Form, frozenset[str]]:

@@ -138,6 +138,26 @@ def check_upload(
         )
 
 
+def check_received(payload: Payload, needed: Collection[str], what: str) -> None:
+    """Raises unless what a server sent has the tensors that it always has, and finite values.
+
+    Args:
+        needed: Names of tensors that must be there.
+        what: How the message begins.
+
+    Raises:
+        NotFiniteError: a tensor has a value that is NaN or infinite.
+        UploadError: tensors are missing.
+    """
+    missing = set(needed) - payload.tensors.keys()
+    if missing:
+        raise UploadError(f"{what} lacks {_few(missing)}; {len(needed)} tensors of the adapter are expected.")
+    for name, tensor in payload.tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            broken = int((~torch.isfinite(tensor)).sum())
+            raise NotFiniteError(f"{what} has NaN or infinity in {broken} of {tensor.numel()} values of '{name}'.")
+
+
 def _check_names(tensors: Mapping[str, Tensor], schema: Schema, client: str) -> None:
     required, known = schema.needed.tensors.keys(), schema.tensors.keys()
     wrong = [

@@ -291,10 +291,10 @@ def test_an_answer_that_is_none_is_one_clients_dropout(at, body, reason, guild):
 def test_what_an_answer_raises_is_its_clients_dropout(guild, monkeypatch):
     """Whatever the library that reads it meets."""
 
-    def failing(data, who):
+    def failing(data, who, *most):
         if who == "client-001":
             raise OverflowError("of a kind that nobody thought of")
-        return decode(data, who)
+        return decode(data, who, *most)
 
     monkeypatch.setattr("fedguild.federation.flower.engine.decode", failing)
     four = guild()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ LONGEST_PAUSE_SECONDS = 600.0
 """A node that does not identify itself is asked again after a second, then twice as long each time, up to this."""
 REFUSED_SECONDS = 30.0
 """A node that was turned away for what its site can mend is asked again after that, then twice as long each time."""
+MOST_REASONS = 50
+"""A client that is turned away for more different reasons than this is not asked again by this run's process."""
 HELLO_BYTES = 2**20
 """Largest description of itself that a node may send; an honest one has about 300 bytes."""
 POLL_SECONDS = 0.5
@@ -77,6 +80,8 @@ class ClientRegistry:
     refused: dict[int, str] = field(default_factory=dict)
     for_good: set[int] = field(default_factory=set)
     _asked: dict[int, str] = field(default_factory=dict)
+    _reasons: Counter[str] = field(default_factory=Counter)
+    """Name of a client -> for how many different reasons it was turned away, under whatever key."""
     _failed: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Node -> how often it did not identify itself or was turned away, and when it is asked again."""
 
@@ -122,6 +127,13 @@ class ClientRegistry:
         before, self.refused[node] = self.refused.get(node), printable(f"{name}: {reason}")
         self._pause(node, REFUSED_SECONDS)
         if self.refused[node] != before:
+            self._reasons[name] += 1
+            if self._reasons[name] > MOST_REASONS:
+                self.for_good.add(node)
+                reason = f"it was turned away for {MOST_REASONS} different reasons; this run asks it no more"
+                self.refused[node] = f"{name}: {reason}"
+                if self._reasons[name] > MOST_REASONS + 1:
+                    return
             self.refusal(node, name, printable(reason))
             self.echo(printable(f"{name} cannot take part: {reason}"))
 

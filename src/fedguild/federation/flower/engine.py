@@ -56,6 +56,8 @@ LARGEST_ANSWER: Mapping[MessageKind, int] = {
 _NAME_BYTES, _WIDEST_DTYPE_BYTES = 2048, 8
 _SHARES_BYTES = 2**16
 """Room for what a client sends to each of the others in a step of a secure aggregation, about 500 bytes."""
+_MOST_IN_STEP = 4096
+"""Most tensors of an answer to a step of a secure aggregation: a dozen arrays, and what its method discloses."""
 LATE_ROUNDS = 1
 """Replies to tasks of this many rounds back are still accepted."""
 
@@ -237,7 +239,7 @@ class FlowerEngine:
             try:
                 if not reply.failure:
                     check_size(len(reply.body), self.limit_bytes, client=client_name(client))
-                answers[client] = reply.failure or decode(reply.body, client_name(client))
+                answers[client] = reply.failure or decode(reply.body, client_name(client), _MOST_IN_STEP)
             except UploadError as error:
                 answers[client] = error.message
             except Exception as error:
@@ -322,6 +324,10 @@ class FlowerEngine:
             return HEADER_BYTES
         upload_bytes = SPARE_BYTES + _widest_bytes(self._schema_of(task).shapes)
         return HEADER_BYTES + (upload_bytes if self.limit_bytes is None else min(upload_bytes, self.limit_bytes))
+
+    def _most_tensors(self, task: Task) -> int | None:
+        """Returns how many tensors no honest upload exceeds, in any codec."""
+        return None if self._schema_of is None else 2 * len(self._schema_of(task).tensors)
 
     def _largest_answer(self, kind: MessageKind, round: int) -> int:
         """Returns the bytes that no honest answer of a kind exceeds."""
@@ -465,7 +471,7 @@ class FlowerEngine:
             return Delivery(task, None if body else Payload(), plan, failure=in_the_clear, kept=not body)
         try:
             report = training_report(reply.metadata, model)
-            upload = read_payload(body, task.client.name)
+            upload = read_payload(body, task.client.name, self._most_tensors(task))
         except UploadError as error:
             return Delivery(task, None, plan, failure=error.message)
         except Exception as error:
@@ -490,10 +496,10 @@ def _answer_to(request: Message, reply: Message | NoReply) -> Message:
     return reply
 
 
-def read_payload(body: bytes, source: str) -> Payload:
-    """Returns the payload of a message's body, expanded from its codec.
+def read_payload(body: bytes, source: str, most: int | None = None) -> Payload:
+    """Returns the payload of a message's body, expanded from its codec; the arguments are those of `decode`.
 
     Raises:
         UploadError: the bytes are not a payload.
     """
-    return expand(decode(body, source))
+    return expand(decode(body, source, most))
