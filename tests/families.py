@@ -74,7 +74,16 @@ SMALL: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
 }
 """Values of every key that a family's config has."""
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
 OWN: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": _LINEAR,
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": _LINEAR,
+    "llama4_text": {"num_experts_per_tok": 1, "intermediate_size_mlp": 8},
+    "minimax": _LINEAR,
+    "qwen3_5_moe_text": _LINEAR,
+    "qwen3_next": _LINEAR,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mimo_v2_flash": {"num_key_value_heads": 1},
     "nemotron_h": {
@@ -95,6 +104,7 @@ STACKED = frozenset(
         "granitemoehybrid",
         "granitemoeshared",
         "hy_v4",
+        "llama4_text",
         "minimax_m3_vl_text",
     }
 )

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 
+import torch
 import yaml
 
 from fedguild.cli.profile_tables import published_markdown, server_markdown
@@ -26,12 +27,14 @@ from fedguild.config.reference import as_markdown, settings_of
 from fedguild.config.schema import Config
 from fedguild.config.table import ShippedTable, Table
 from fedguild.core.errors import DataError
+from fedguild.measuring.costs.memory import memory
 from fedguild.measuring.costs.published import compare
 from fedguild.measuring.costs.published_claims import CLAIMS
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import describe_config
 from fedguild.model.families import FAMILIES
 from fedguild.model.info import ModelInfo
+from fedguild.model.known import known_models
 from fedguild.model.moe.family import Family
 from fedguild.report import table_figures
 from fedguild.server.method import is_client_mean
@@ -40,7 +43,7 @@ from tools.records.claims import VERDICTS, claims_in_short, count_verdicts
 from tools.records.pages import chosen_near_chance, table_page
 from tools.records.remarks import render_overview, render_remark
 from tools.records.summary import summary_grid
-from tools.several_gpus import gpus_markdown
+from tools.several_gpus import USABLE, gpus_markdown
 
 ROOT = Path(__file__).parents[1]
 METHOD_PAGES = ROOT / "docs" / "methods"
@@ -62,6 +65,9 @@ LEGEND = "[What the columns say](results/index.md).\n"
 """Above the recorded tables on a method's page."""
 FACTS = ("Trains", "Sent up", "The client keeps", "The server combines", "Use it when")
 """The list of the section "In short", in this order; the columns of the index."""
+GPU_GIB = (12, 16, 24, 48, 80, 141)
+"""Memory of the GPUs in the table of known models."""
+TOKENS_OF_STEP = 1024
 STOPPED = "ended the run"
 BEFORE_ATTACKS: Mapping[str, Mapping[str, str]] = {
     "TRAIN": {
@@ -391,6 +397,25 @@ def _told(family: Family) -> str:
     return ", ".join(words)
 
 
+def _memory_of_models(page: Path) -> str:
+    """Returns the estimated memory of a training step for every known model, and the smallest GPU that has it."""
+    rows = [["model", "family", "trained", "16 bit", "GPU", "4 bit"], ["---", "---", "---", "---:", "---:", "---:"]]
+    for known in known_models():
+        model = describe_config(known.name)
+        packable = not (model.moe and FAMILIES.load(model.family).linear)
+        for targets in (("attention",), ("attention", "experts") if model.moe else ("attention", "mlp")):
+            plan = build_method("fedit", {"rank": 8, "targets": targets}).plan(model, _budget(model))
+            wide, narrow = (
+                memory(model, plan, TOKENS_OF_STEP, dtype=torch.bfloat16, checkpointing=True, four_bit=four_bit)
+                for four_bit in (False, True)
+            )
+            size = wide.total_bytes / 2**30
+            fitting = next((f"{each} GiB" for each in GPU_GIB if size <= USABLE * each), "several")
+            packed = f"{narrow.total_bytes / 2**30:,.1f} GiB" if packable else "–"
+            rows.append([known.hub_id, f"`{model.family}`", " and ".join(targets), f"{size:,.1f} GiB", fitting, packed])
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
 def _several_gpus(page: Path) -> str:
     """Returns the fewest GPUs for models that one does not hold, or hardly."""
     models = [describe_config(name) for name in ("qwen3-30b-a3b", "mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3")]
@@ -402,7 +427,7 @@ def _several_gpus(page: Path) -> str:
         )
         for targets in trained
     ]
-    return gpus_markdown(models, plans, 1024, (24, 48, 80, 141))
+    return gpus_markdown(models, plans, 1024, GPU_GIB[2:])
 
 
 def _budget(model: ModelInfo) -> Budget:
@@ -478,6 +503,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "secure-methods": _secure,
     "decisions": _decisions,
     "families": _families,
+    "memory-of-models": _memory_of_models,
     "several-gpus": _several_gpus,
     "attacks": _attacks,
 }

@@ -50,7 +50,7 @@ def test_the_merged_checkpoint_gives_our_logits(family: str, base_of: Callable[[
     base = base_of(family)
     backbone = backbone_of(base)
     top_k = backbone.info.top_k
-    for active in (top_k, top_k - 1):
+    for active in sorted({top_k, max(1, top_k - 1)}):
         deployment = deployment_of(backbone, AdapterPlan((Lora(2, 0.7, BOTH), OutputScale("per_layer")), active))
         folder = tmp_path / str(active)
         folder.mkdir()

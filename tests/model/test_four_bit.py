@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from fedguild.core.errors import ConfigError
 from fedguild.data.batches import Encoded, collate
@@ -20,6 +21,7 @@ from fedguild.model.four_bit import four_bit_options, quantise_experts
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from tests.backbones import PAD, random_adapter, random_rows, tiny_model
+from tests.families import tiny_model as tiny_family
 from tests.oracles.lora import MergedModel
 
 PLAN = AdapterPlan((Lora(3, 0.5, ("attention", "router", "experts")),), 2)
@@ -129,6 +131,21 @@ def test_linear_layers_go_to_the_gpu_in_4_bit(monkeypatch):
     assert options["device_map"] == {"": 1}
     assert (config.load_in_4bit, config.bnb_4bit_quant_type) == (True, "nf4")
     assert config.bnb_4bit_compute_dtype is torch.bfloat16
+    assert config.llm_int8_skip_modules is None
+
+
+def test_routers_that_are_linear_layers_stay_in_16_bit(monkeypatch):
+    monkeypatch.setattr(four_bit, "is_bitsandbytes_available", lambda oldest: True)
+    monkeypatch.setattr(four_bit, "is_accelerate_available", lambda: True)
+    config = four_bit_options(torch.bfloat16, torch.device("cuda:0"), "router")["quantization_config"]
+    model = tiny_family("phimoe")
+    quantised = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and should_convert_module(name, config.llm_int8_skip_modules)
+    ]
+    assert len(quantised) == 2 * 4  # attention
+    assert all(".self_attn." in name for name in quantised)
 
 
 def test_bitsandbytes_packs_experts_to_a_quarter():

@@ -69,6 +69,19 @@ def test_a_bias_of_the_choice_that_is_left_out_is_found_even_where_it_is_zero(mo
         taken_for(monkeypatch, "deepseek_v3", Unbiased())
 
 
+class Capped(Family):
+    """Qwen3-MoE, its logits capped."""
+
+    def decoded(self, output: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits, weights, indices = output
+        return 5 * (logits / 5).tanh(), weights, indices
+
+
+def test_logits_that_are_not_linear_in_the_hidden_states_are_refused(monkeypatch: pytest.MonkeyPatch):
+    with pytest.raises(ModelError, match=r"no linear function .* names, model\.layers\.0\.mlp\.gate\.weight"):
+        taken_for(monkeypatch, "qwen3_moe", Capped())
+
+
 def test_experts_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(
         ModelError, match=r"does not compute the experts as OlmoeExperts of model\.layers\.0.* differ by \d"

@@ -26,8 +26,8 @@ from fedguild.export.weights import (
     is_dense,
     merged_beyond,
     output_scales,
+    published_factors,
     published_modules,
-    published_rows,
     stacked_factors,
     summed_rank,
 )
@@ -135,7 +135,7 @@ def peft_tensors(model: ModelInfo, deployment: Deployment) -> dict[str, Tensor]:
         down, up = stacked_factors(deployment.tensors, modules)
         if _is_parameter(model, weight):
             if down.dim() == 3:
-                up = published_rows(model, weight, up)
+                down, up = published_factors(model, weight, down, up)
                 down, up = down.flatten(0, 1), up.permute(1, 2, 0).flatten(1)
             places = [(_wrapper(weight), down, up)]
         else:

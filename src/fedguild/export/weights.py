@@ -49,10 +49,16 @@ def published_weight(model: ModelInfo, weight: str, value: Tensor) -> Tensor:
     return value if moe is None else published(value, leaf, moe.layout)
 
 
-def published_rows(model: ModelInfo, weight: str, rows: Tensor) -> Tensor:
-    """Returns the rows [M, out, ..] of experts' outputs in the order of transformers' own model."""
+def published_factors(model: ModelInfo, weight: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns A [M, r, in] and B [M, out, r] of stacked experts as peft takes them for transformers' own weight.
+
+    Peft takes a weight for [M, out, in], unless the module says that it is transposed.
+    """
     moe, leaf = _experts_with(model, weight)
-    return rows if moe is None else published(rows, leaf, replace(moe.layout, transposed=False))
+    if moe is None:
+        return down, up
+    up = published(up, leaf, replace(moe.layout, transposed=False))
+    return (up.mT, down.mT) if moe.layout.transposed and not moe.layout.declared else (down, up)
 
 
 def _experts_with(model: ModelInfo, weight: str) -> tuple[MoeInfo | None, str]:

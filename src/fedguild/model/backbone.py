@@ -191,11 +191,13 @@ def load_backbone(
     kind = pick_dtype(dtype, where)
     if where.type == "cpu":
         keep_freed_pages()
-    placement: dict[str, Any] = {}
-    if ranks is None:
-        placement = four_bit_options(kind, where) if load_in_4bit else straight_to(where)
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = read_config(path, **options)
+    placement: dict[str, Any] = {}
+    if ranks is None:
+        family = _family_of(config) if load_in_4bit else None
+        router = ".".join(filter(None, (family.router, family.projection))) if family else ""
+        placement = four_bit_options(kind, where, router) if load_in_4bit else straight_to(where)
     tokenizer = load_tokenizer(path, **options)
     kernel = attention_kernel(attention, encoder_decoder=config.is_encoder_decoder)
     if ranks is not None and ranks.rank > 0:  # rank 0 reads the weights for all
@@ -323,7 +325,7 @@ def make_backbone(
     """
     model.requires_grad_(False)
     model.eval()
-    family = _family_of(model)
+    family = _family_of(model.config)
     natives = native_layers(model, family) if family else []
     if family:
         with next(model.parameters()).device if ranks is not None else nullcontext():
@@ -447,7 +449,7 @@ def describe_architecture(config: Mapping[str, Any], name: str) -> ModelInfo:
 
 def _described(config: PreTrainedConfig, name: str, trust_remote_code: bool = False) -> ModelInfo:
     model = _without_weights(config, trust_remote_code)
-    family = _family_of(model)
+    family = _family_of(model.config)
     if family:
         with torch.device("meta"):
             family.prepare(model)
@@ -460,11 +462,10 @@ def _described(config: PreTrainedConfig, name: str, trust_remote_code: bool = Fa
     return info
 
 
-def _family_of(model: Any) -> Family | None:
-    name = str(model.config.model_type)
+def _family_of(config: PreTrainedConfig) -> Family | None:
+    name = str(config.model_type)
     family = FAMILIES.load(name) if name in FAMILIES else None
-    fits = family is not None and not (family.unless and getattr(model.config, family.unless, None))
-    return family if fits else None
+    return family if family is not None and family.fits(config) else None
 
 
 def _without_weights(config: PreTrainedConfig, trust_remote_code: bool, **options: Any) -> Any:

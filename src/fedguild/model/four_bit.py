@@ -24,8 +24,11 @@ OLDEST = "0.50.0"
 KIND = "nf4"
 
 
-def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+def four_bit_options(dtype: torch.dtype, device: torch.device, router: str = "") -> dict[str, Any]:
     """Returns the arguments that make `from_pretrained` load linear layers in 4 bit on a GPU.
+
+    Args:
+        router: The end of the routers' module paths, which may be linear layers; empty if there are none.
 
     Raises:
         ConfigError: there is no GPU, or bitsandbytes or accelerate is missing or too old.
@@ -38,7 +41,12 @@ def four_bit_options(dtype: torch.dtype, device: torch.device) -> dict[str, Any]
             "pip install 'fedguild[four-bit]'",
         )
     index = torch.cuda.current_device() if device.index is None else device.index
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=KIND, bnb_4bit_compute_dtype=dtype)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=KIND,
+        bnb_4bit_compute_dtype=dtype,
+        llm_int8_skip_modules=["lm_head", f".{router}"] if router else None,  # None: the head alone
+    )
     return {"quantization_config": config, "device_map": {"": index}}
 
 

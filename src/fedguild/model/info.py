@@ -39,10 +39,12 @@ class ExpertLayout:
     Attributes:
         transposed: Whether they are [in, out], not [out, in].
         interleaved: Whether the rows of gate and up alternate, and do not lie one above the other.
+        declared: Whether the module says if they are transposed, as peft expects.
     """
 
     transposed: bool = False
     interleaved: bool = False
+    declared: bool = True
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class Family:
         routing: The fields of the rule, as in `RoutingRule.of`.
         unless: A key of the config; a model that sets it is as one of a family without a description.
         active: The config's key of the active experts per token; empty if the architecture has a fixed number.
+        weighs_input: Whether a routing weight scales an expert's input and not its output.
         linear: Whether routers and experts are linear layers in transformers' own model, so that PEFT adapts them as
             modules and not as parameters.
 
@@ -57,6 +58,7 @@ class Family:
     routing: Mapping[str, Any] = MappingProxyType({"renormalise": "norm_topk_prob"})
     unless: str = ""
     active: str = "num_experts_per_tok"
+    weighs_input: bool = False
     linear: bool = False
 
     def __init__(self, **described: Any) -> None:
@@ -64,6 +66,10 @@ class Family:
             if name not in Family.__annotations__:
                 raise TypeError(f"a model family has no '{name}', only {', '.join(Family.__annotations__)}")
             setattr(self, name, value)
+
+    def fits(self, config: Any) -> bool:
+        """Whether the description covers a model; if not, its routers and experts stay frozen."""
+        return not (self.unless and getattr(config, self.unless, None))
 
     def prepare(self, model: nn.Module) -> None:
         """Changes a loaded model, or one of meta tensors, before its experts are located.
@@ -186,9 +192,8 @@ def moe_layers(model: Any, family: Family, runtime: Runtime) -> list[MoeLayer]:
         experts, bias = block.experts, partial(family.selection_bias, block)
         kind = "biased" if rule.kind == "softmax" and bias() is not None else rule.kind
         info, frozen, added = replace(info, routing=kind), partial(family.frozen, experts), family.output_bias
-        layers.append(
-            MoeLayer(len(layers), info, router, experts, frozen, rule, runtime, capacity, bias, partial(added, experts))
-        )
+        given = (info, router, experts, frozen, rule, runtime, capacity, bias, partial(added, experts))
+        layers.append(MoeLayer(len(layers), *given, weighs_input=family.weighs_input))
     return layers
 
 

@@ -24,9 +24,13 @@ def layout_of(experts: Any) -> ExpertLayout:
     return layout
 
 
-def canonicalise(experts: Any) -> None:
-    """Gives the weights of an experts module the view's layout, in place, one after the other."""
-    layout = layout_of(experts)
+def canonicalise(experts: Any, layout: ExpertLayout | None = None) -> None:
+    """Gives the weights of an experts module the view's layout, in place, one after the other.
+
+    Args:
+        layout: Their layout, where the module does not say it.
+    """
+    layout = layout or layout_of(experts)
     if hasattr(experts, PUBLISHED) or layout == ExpertLayout():
         return
     for name in ("gate_up_proj", "up_proj", "down_proj"):

@@ -34,13 +34,15 @@ class NativeLayer:
     Attributes:
         path: The layer's block.
         routed: A copy of the block with a random router.
+        hidden: [N, H] what that router got.
         router_output: What that router returned.
-        inputs: The arguments of the experts, after the first few tokens.
+        inputs: The arguments of the experts for a few tokens.
         output: What the experts returned for them.
     """
 
     path: str
     routed: Any
+    hidden: Tensor
     router_output: Any
     inputs: tuple[Tensor, ...]
     output: Tensor
@@ -56,17 +58,18 @@ class NativeLayer:
         """
         rng = torch.Generator().manual_seed(0)
         routed, seen = _with_random_router(block, router, rng)
-        outputs: list[Any] = []
-        getattr(routed, router).register_forward_hook(lambda _, __, output: outputs.append(output))
-        routed(torch.randn(1, TOKENS, hidden, generator=rng))
+        passes: list[tuple[tuple[Tensor, ...], Any]] = []
+        getattr(routed, router).register_forward_hook(lambda _, args, output: passes.append((args, output)))
+        for tokens in (TOKENS, TOKENS_OF_EXPERTS):
+            routed(torch.randn(1, tokens, hidden, generator=rng))
         weight = next(block.experts.parameters())
         inputs = tuple(
-            value[:TOKENS_OF_EXPERTS].to(weight.device, weight.dtype if value.is_floating_point() else None)
-            for value in (each.flatten(0, 1) if each.dim() > 2 and len(each) == 1 else each for each in seen.inputs)
+            value.to(weight.device, weight.dtype if value.is_floating_point() else None) for value in seen.inputs
         )
         plain = type(block.experts).forward  # grouped products have not every dtype
         output = getattr(plain, "__wrapped__", plain)(block.experts, *inputs)
-        return cls(path, routed, outputs[0], inputs, output)
+        (given, *_), routes = passes[0]
+        return cls(path, routed, given.flatten(0, -2), routes, inputs, output)
 
 
 def native_layers(model: Any, family: Family) -> list[NativeLayer]:
@@ -115,6 +118,14 @@ def _check_router(family: Family, name: str, layer: MoeLayer, native: NativeLaye
     if layer.capacity is not None:
         ours = within_capacity(*ours, layer.capacity, experts, rows=1)
     expected, found = (_by_expert(weights, indices, experts) for weights, indices in (own, ours))
+    weight = native.routed.get_parameter(layer.info.router.removeprefix(f"{native.path}.") + ".weight")
+    rest = logits.double() - native.hidden.double() @ weight.double().T
+    if (rest - rest[0]).abs().max() > FINE * logits.abs().max():
+        raise ModelError(
+            f"The logits of {type(router).__name__} of {native.path} are no linear function of its input with the weight "
+            f"that the family '{name}' names, {layer.info.router}.weight, so LoRA on it would not be what it says.",
+            "Correct the family's `router`, `projection` or `decoded`.",
+        )
     differs = (expected - found).abs().amax(dim=1)
     if differs.isfinite().all() and differs.max() <= FINE * expected.abs().max():
         return
@@ -131,7 +142,7 @@ def _check_experts(name: str, layer: MoeLayer, native: NativeLayer) -> None:
     expected, found = native.output.float(), layer.experts(*native.inputs).float()
     largest = float(expected.abs().max())
     differs = float((expected - found).abs().max()) if expected.shape == found.shape else float("nan")
-    if differs <= TOLERANCE.get(native.output.dtype, FINE) * largest:
+    if differs <= TOLERANCE.get(native.output.dtype, FINE) * largest or not expected.isfinite().all():
         return
     raise ModelError(
         f"The family '{name}' does not compute the experts as {type(layer.experts).__name__} of {native.path} does: "
@@ -151,11 +162,11 @@ def _shown(shares: Tensor) -> str:
 
 
 class _Seen(nn.Module):
-    """Returns its first argument and keeps all of them."""
+    """Returns a copy of its first argument and keeps all of them."""
 
     def forward(self, *args: Tensor, **_: Any) -> Tensor:
         self.inputs = args
-        return args[0]
+        return args[0].clone()
 
 
 def _with_random_router(block: Any, router: str, rng: torch.Generator) -> tuple[Any, _Seen]:
