@@ -56,14 +56,14 @@ def test_a_file_is_looked_at(invoke: Invoke, tmp_path: Path) -> None:
     named = ["--data", file, "--columns", "response=reply"]
     unnamed = invoke("init", "--yes", "--data", file)
     assert unnamed.exit_code == 2
-    assert "has no column for the response" in unnamed.stderr
+    assert "lacks a column for the response" in unnamed.stderr
     assert (
         "Its 60 rows have question, reply, category. Name the columns with --columns response=COLUMN" in unnamed.stderr
     )
     assert not Path("fedguild.yaml").exists()
     result = invoke("init", "--yes", *named, "--clients", 3)
     assert result.exit_code == 0, result.output
-    assert "60 rows with question, reply, category" in result.stderr
+    assert "60 rows of instructions and responses (question, reply, category)" in result.stderr
     config = load_config("fedguild.yaml")
     assert (config.data.train, config.data.options) == (str(file), {"response_column": "reply"})
     assert config.data.partition.scheme == "dirichlet"

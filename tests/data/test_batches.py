@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedguild.data.batches import Encoded, Seq2Seq, collate, encode, encode_prompt, epoch_order, response_text
+from fedguild.data.batches import Encoded, Seq2Seq, collate, epoch_order
 from fedguild.data.example import Example
+from fedguild.data.rendering import encode, encode_prompt, response_text
 
 
 class Letters:

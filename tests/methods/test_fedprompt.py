@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from fedguild.config import load_config, presets
-from fedguild.data.batches import encode_prompt
+from fedguild.data.rendering import encode_prompt
 from fedguild.methods.fedprompt import FedPrompt, FedPromptSettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.packaged import PACKAGED

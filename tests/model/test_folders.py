@@ -13,8 +13,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedguild.core.errors import ModelError
-from fedguild.data.batches import collate, encode
+from fedguild.data.batches import collate
 from fedguild.data.example import Example
+from fedguild.data.rendering import encode
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone, inspect_model, load_backbone
 from fedguild.model.plan import AdapterPlan

@@ -33,7 +33,7 @@ from transformers import AutoTokenizer
 from fedguild.config import load_config
 from fedguild.core.files import write_text
 from fedguild.data import Example
-from fedguild.data.batches import encode
+from fedguild.data.rendering import encode
 from fedguild.measuring.scores.metrics import METRICS
 from fedguild.measuring.scores.scores import ExampleScore, Summary
 from fedguild.model.heap import keep_freed_pages

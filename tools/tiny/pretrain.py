@@ -15,9 +15,10 @@ from torch.nn import functional
 from transformers import OlmoeForCausalLM
 
 from fedguild.core.seeding import numpy_rng
-from fedguild.data.batches import Encoded, collate, encode
+from fedguild.data.batches import Encoded, collate
 from fedguild.data.corpora import tasks
 from fedguild.data.prompts import TEMPLATES, render
+from fedguild.data.rendering import encode
 from tools.tiny.prose import paragraph
 from tools.tiny.tokenizer import MAX_TOKENS
 

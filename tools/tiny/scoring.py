@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from transformers import OlmoeForCausalLM
 
-from fedguild.data.batches import collate, encode
+from fedguild.data.batches import collate
 from fedguild.data.example import Example
+from fedguild.data.rendering import encode
 from tools.tiny.tokenizer import MAX_TOKENS
 
 

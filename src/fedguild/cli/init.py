@@ -169,7 +169,10 @@ def _data(answer: str, columns: dict[str, str], *, asking: bool) -> Data:
 
 
 def _columns(text: str | None) -> dict[str, str]:
-    known = ("instruction", "response", "input", "label", "task", "document", "choices")
+    known = (
+        *("messages", "instruction", "response", "input", "system", "history"),
+        *("text", "tools", "label", "task", "document", "choices"),
+    )
     named: dict[str, str] = {}
     for part in text.split(",") if text else []:
         key, equals, name = part.strip().partition("=")

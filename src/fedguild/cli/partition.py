@@ -51,10 +51,10 @@ def command(
 
 
 def _tell_lost(shares: Partition) -> None:
-    """Reports what was left out of the data, and which texts are cut."""
-    from fedguild.runs.setup import dropped_sentences
+    """Reports what the data was recognised as, what was left out of it, and which texts are cut."""
+    from fedguild.runs.setup import data_sentences
 
-    for sentence in dropped_sentences(shares.dropped):
+    for sentence in data_sentences(shares.data.corpus, shares.dropped):
         note(sentence)
     if shares.cut is None:
         note("The tokenizer is not on this machine, so `fedguild run` counts the texts longer than data.max_length.")

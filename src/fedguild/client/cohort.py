@@ -462,4 +462,4 @@ def _padded_sums(losses: Tensor, counts: Sequence[int]) -> Tensor:
 
 
 def targets_of(rows: Sequence[Encoded]) -> int:
-    return sum(len(row.input_ids) - max(row.prompt_length, 1) for row in rows)
+    return sum(len(row.targets) for row in rows)

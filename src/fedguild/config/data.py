@@ -11,6 +11,8 @@ from fedguild.core.errors import nearest
 from fedguild.core.plugins import discover
 
 Scheme = Literal["iid", "dirichlet", "label", "document", "quantity", "power_law"]
+TrainOn = Literal["all_turns", "last_turn", "everything"]
+SpecialTokens = Literal["text", "token"]
 PARTITIONS_GROUP = "fedguild.partitions"
 """The entry-point group of other packages' partition schemes."""
 GIVEN = "given:"
@@ -86,15 +88,32 @@ class DataSettings(Section):
     dataset: str = Field(
         default="tasks", min_length=1, description="Name of a data set; `tasks` generates its examples itself."
     )
-    train: str | None = Field(
+    train: str | list[str] | None = Field(
         default=None,
-        description="Training data: a file, a folder, or a Hugging Face hub id (owner/name, owner/name:config@split); "
-        "null: the corpus's usual hub id.",
+        description="Training data: a file, a pattern (data/*.jsonl) or list of files, a folder, or a Hugging Face hub "
+        "id (owner/name, owner/name:config@split); null: the corpus's usual hub id.",
     )
-    test: str | None = Field(
+    test: str | list[str] | None = Field(
         default=None, description="Test data, given like `train`; null: the test split of the source, if it has one."
     )
-    template: str | None = Field(default=None, description="Prompt template; null: the corpus's usual one.")
+    template: str | None = Field(
+        default=None,
+        description="Prompt template of instructions; chat: the model's chat template; null: the corpus's usual one.",
+    )
+    chat_template: str | None = Field(
+        default=None,
+        description="Chat template that writes conversations: a file, Jinja text, or plain (`### User:`, for models "
+        "without one); null: the model's own. Exported models keep it.",
+    )
+    train_on: TrainOn = Field(
+        default="all_turns",
+        description="Tokens that the loss covers: of every assistant turn, of the last one, or all tokens. Turns "
+        "include their end token.",
+    )
+    special_tokens: SpecialTokens = Field(
+        default="text",
+        description="What data that spells a control token, such as <|im_end|>, is encoded as: text, or that token.",
+    )
     max_samples: int | None = Field(
         default=None, ge=1, description="Maximum number of examples read from each of train and test; null: all."
     )

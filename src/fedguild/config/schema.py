@@ -34,6 +34,7 @@ NOT_IN_FINGERPRINT = (
     ("evaluation", "eval_on_start"),
 )
 LEFT_OUT_BY_DEFAULT = (
+    *(("data", key) for key in ("chat_template", "train_on", "special_tokens")),
     ("federation", "norm_factor"),
     ("federation", "aggregator"),
     ("federation", "trim"),

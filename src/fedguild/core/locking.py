@@ -55,7 +55,9 @@ class Holder:
 
 def _lock(folder: Path, timeout_seconds: float) -> FileLock:
     """Returns the folder's lock; where the system has none, it fails rather than to leave a file that stays locked."""
-    options: dict[str, Any] = {"fallback_to_soft": False} if "fallback_to_soft" in inspect.signature(FileLock).parameters else {}
+    options: dict[str, Any] = (
+        {"fallback_to_soft": False} if "fallback_to_soft" in inspect.signature(FileLock).parameters else {}
+    )
     return FileLock(folder / LOCK, timeout=timeout_seconds, mode=PRIVATE_FILE, **options)
 
 

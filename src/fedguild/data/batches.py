@@ -9,7 +9,7 @@ decoder, which starts from a special token.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,21 +18,38 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedguild.data.example import Example
-
 Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """An example as token ids; the loss covers `input_ids[prompt_length:]`."""
+    """An example as token ids; the loss covers `input_ids[prompt_length:]`, without `skipped`.
+
+    Attributes:
+        skipped: Ranges after the prompt that are not learned: later turns of the user, and what follows the last turn.
+    """
 
     input_ids: tuple[int, ...]
     prompt_length: int
+    skipped: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def targets(self) -> Ids:
+        """Positions of the tokens to predict; a text without a prompt is predicted from its second token on."""
+        learned = np.ones(len(self.input_ids), dtype=np.bool_)
+        learned[: max(self.prompt_length, 1)] = False
+        for start, end in self.skipped:
+            learned[start:end] = False
+        return np.flatnonzero(learned)
+
+    @property
+    def response(self) -> tuple[int, ...]:
+        """The first response: what follows the prompt, up to what is not learned."""
+        return self.input_ids[self.prompt_length : self.skipped[0][0] if self.skipped else None]
 
     @property
     def response_tokens(self) -> int:
-        return len(self.input_ids) - self.prompt_length
+        return len(self.input_ids) - self.prompt_length - sum(end - start for start, end in self.skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,78 +150,29 @@ class SlotBatch:
         )
 
 
-def encode(example: Example, tokenizer: Any, max_tokens: int) -> Encoded:
-    """Returns the example as token ids, its response closed by the end-of-sequence token.
-
-    A text longer than `max_tokens` loses the beginning of its prompt, never that of its response; a response that is
-    too long on its own is cut at its end.
-    """
-    prompt, response = _tokens(example, tokenizer)
-    response = response[: max_tokens - 1]
-    prompt = prompt[max(0, len(prompt) + len(response) - max_tokens) :]
-    return Encoded(tuple(prompt + response), len(prompt))
-
-
-def count_cut(texts: Iterable[tuple[Example, Encoded]], tokenizer: Any, max_tokens: int) -> Cut:
-    """Counts the texts that `encode` cut; those that fill `max_tokens` are tokenized again."""
-    prompts = responses = number = 0
-    for example, encoded in texts:
-        number += 1
-        if len(encoded.input_ids) < max_tokens and encoded.response_tokens < max_tokens - 1:
-            continue
-        prompt, response = map(len, _tokens(example, tokenizer))
-        prompts += prompt + min(response, max_tokens - 1) > max_tokens
-        responses += response > max_tokens - 1
-    return Cut(number, prompts, responses, max_tokens)
-
-
-def count_cut_prompts(examples: Iterable[Example], tokenizer: Any, room: int) -> int:
-    """Counts the prompts longer than `room` tokens, whose beginning generation cuts."""
-    return sum(len(encode_prompt(example.prompt, tokenizer)) > room for example in examples)
-
-
-def _tokens(example: Example, tokenizer: Any) -> tuple[list[int], list[int]]:
-    prompt = encode_prompt(example.prompt, tokenizer)
-    text = response_text(example.prompt, example.response)
-    response: list[int] = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    return prompt, response if tokenizer.eos_token_id is None else [*response, tokenizer.eos_token_id]
-
-
-def encode_prompt(prompt: str, tokenizer: Any) -> list[int]:
-    """Returns the prompt's token ids, preceded by the tokenizer's special tokens."""
-    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=True, verbose=False)
-    if ids and ids[-1] == tokenizer.eos_token_id:
-        ids = ids[:-1]
-    return ids
-
-
-def response_text(prompt: str, response: str) -> str:
-    """Returns the response as it continues the prompt: after a space, unless there is one already."""
-    return response if not prompt or prompt[-1].isspace() or response[:1].isspace() else f" {response}"
-
-
 def collate(rows: Sequence[Sequence[Encoded]], pad_id: int, seq2seq: Seq2Seq | None = None) -> SlotBatch:
     """Returns the training batch of several slots, `rows[s]` being the rows of slot s.
 
-    The group of a target is its slot, so that sums by group are sums by client. A text without a prompt is predicted
-    from its second token on.
+    The group of a target is its slot, so that sums by group are sums by client.
     """
     flat = [(slot, row) for slot, slot_rows in enumerate(rows) for row in slot_rows]
     firsts = [max(row.prompt_length, 1) for _, row in flat]
     texts = [np.asarray(row.input_ids, dtype=np.int64) for _, row in flat]
-    targets = [ids[first:] for ids, first in zip(texts, firsts, strict=True)]
+    predicted = [row.targets for _, row in flat]
+    targets = [ids[positions] for ids, positions in zip(texts, predicted, strict=True)]
     decoder_ids = decoder_mask = None
     if seq2seq is None:
         input_ids, mask = padded(texts, pad_id)
-        starts, width = [first - 1 for first in firsts], input_ids.shape[1]
+        starts, width = [1] * len(flat), input_ids.shape[1]
     else:
-        decoder_ids, decoder_mask = padded([[seq2seq.start, *ids[:-1]] for ids in targets], pad_id)
-        starts, width = [0] * len(flat), decoder_ids.shape[1]
+        answers = [ids[first:] for ids, first in zip(texts, firsts, strict=True)]
+        decoder_ids, decoder_mask = padded([[seq2seq.start, *ids[:-1]] for ids in answers], pad_id)
+        starts, width = firsts, decoder_ids.shape[1]
         prompts = [seq2seq.closed(ids[:first].tolist()) for ids, first in zip(texts, firsts, strict=True)]
         input_ids, mask = padded(prompts, pad_id, not_width=width)
     predict_at = [
-        index * width + start + np.arange(len(ids))
-        for index, (start, ids) in enumerate(zip(starts, targets, strict=True))
+        index * width + positions - start
+        for index, (start, positions) in enumerate(zip(starts, predicted, strict=True))
     ]
     return SlotBatch(
         input_ids=input_ids,

@@ -15,6 +15,7 @@ import numpy as np
 from fedguild.config.data import GIVEN
 from fedguild.core.errors import DataError
 from fedguild.core.files import write_bytes, write_json
+from fedguild.data.cells import verbatim, whole_floats, with_integers
 from fedguild.data.corpora.spec import CorpusSpec
 from fedguild.data.example import Example
 from fedguild.data.partition import PartitionScheme, Parts, as_parts
@@ -66,19 +67,19 @@ def rows_of(dataset: Any) -> dict[str, list[dict[str, Any]]]:
 def as_file(rows: Iterable[Mapping[str, Any]]) -> tuple[str, bytes]:
     """Returns a file name, the SHA-256 of the content, and the rows as JSON lines."""
     try:
-        content = "".join(f"{json.dumps(dict(row), ensure_ascii=False, default=str)}\n" for row in rows).encode()
+        content = "".join(f"{json.dumps(dict(row), ensure_ascii=False, default=_spelled)}\n" for row in rows).encode()
     except UnicodeEncodeError as error:
         raise DataError(f"A row has text that is not Unicode: {error}.", "Decode it with errors='replace'.") from error
     return f"{hashlib.sha256(content).hexdigest()}.jsonl", content
 
 
-def source(setting: str | None, run_folder: Path | None) -> str | None:
+def source(setting: str | list[str] | None, run_folder: Path | None) -> str | list[str] | None:
     """Resolves a setting of the data's source: itself, or the file with data given in Python.
 
     Raises:
         DataError: the file is missing, or not what was given.
     """
-    if setting is None or not setting.startswith(GIVEN):
+    if not isinstance(setting, str) or not setting.startswith(GIVEN):
         return setting
     name = f"{setting.removeprefix(GIVEN)}.jsonl"
     path = None if run_folder is None else run_folder / FOLDER / name
@@ -139,7 +140,18 @@ def _rows(part: Any) -> list[dict[str, Any]]:
         raise DataError(f"A row of the dataset is a {type(wrong).__name__}, not a mapping of columns to values.")
     if not listed:
         raise DataError("The dataset has no rows.")
-    return [{str(key): _cell(value) for key, value in row.items()} for row in listed]
+    cells = [{str(key): _cell(value) for key, value in row.items()} for row in listed]
+    return list(with_integers(cells, whole_floats(cells, dict.fromkeys(key for row in cells for key in row))))
+
+
+def _spelled(value: Any) -> Any:
+    """Returns an object as JSON holds it: a date as its text, and what is no text as an object, which no text is."""
+    if isinstance(value, (np.ndarray, np.generic)):
+        return value.tolist()
+    try:
+        return verbatim(value)
+    except TypeError:
+        return {"python": type(value).__name__}
 
 
 def _cell(value: Any) -> Any:

@@ -59,6 +59,11 @@ TEMPLATES: dict[str, Template] = {
         with_input='Suppose {instruction} Can we infer that "{input}"? Yes, No, or Maybe?\n',
         without_input="{instruction}\n",
     ),
+    "chat": Template(
+        help="The model's chat template: instruction and input are the user's turn.",
+        with_input="{instruction}\n\n{input}",
+        without_input="{instruction}",
+    ),
     "plain": Template(
         help="Instruction, input and 'Answer:' on separate lines; the shortest.",
         with_input="{instruction}\n{input}\nAnswer:",

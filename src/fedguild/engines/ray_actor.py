@@ -333,13 +333,15 @@ def decode_result(report: Plain, upload: bytes, memory: bytes, left: bytes) -> T
 
 
 def pack_examples(examples: Mapping[int, Sequence[Encoded]]) -> bytes:
-    """Returns all clients' examples as the bytes of `{client}/ids`, `/lengths` and `/prompts`."""
+    """Returns all clients' examples as the bytes of `{client}/ids`, `/lengths`, `/prompts` and `/skipped`."""
     tensors = {}
     for index, rows in examples.items():
         ids = [token for row in rows for token in row.input_ids]
         tensors[f"{index}/ids"] = torch.tensor(ids, dtype=torch.int32)
         tensors[f"{index}/lengths"] = torch.tensor([len(row.input_ids) for row in rows], dtype=torch.int32)
         tensors[f"{index}/prompts"] = torch.tensor([row.prompt_length for row in rows], dtype=torch.int32)
+        skipped = [(number, *one) for number, row in enumerate(rows) for one in row.skipped]
+        tensors[f"{index}/skipped"] = torch.tensor(skipped, dtype=torch.int32).reshape(-1, 3)
     return pack(tensors, {})
 
 
@@ -347,7 +349,13 @@ def unpack_rows(examples: Mapping[str, torch.Tensor], index: int) -> list[Encode
     """Returns one client's examples from the tensors of `pack_examples`."""
     rows = examples[f"{index}/ids"].split(examples[f"{index}/lengths"].tolist())
     prompts = examples[f"{index}/prompts"].tolist()
-    return [Encoded(tuple(row.tolist()), prompt) for row, prompt in zip(rows, prompts, strict=True)]
+    skipped: list[list[tuple[int, int]]] = [[] for _ in rows]
+    for number, start, end in examples[f"{index}/skipped"].tolist():
+        skipped[number].append((start, end))
+    return [
+        Encoded(tuple(row.tolist()), prompt, tuple(ranges))
+        for row, prompt, ranges in zip(rows, prompts, skipped, strict=True)
+    ]
 
 
 def _fetched(references: Sequence[Any]) -> list[bytes]:

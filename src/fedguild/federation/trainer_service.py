@@ -33,7 +33,8 @@ from fedguild.core.payload import Payload
 from fedguild.core.plugins import installed
 from fedguild.core.progress import Silent
 from fedguild.data import ClientData
-from fedguild.data.batches import encode as encode_example
+from fedguild.data.rendering import encode as encode_example
+from fedguild.data.rendering import set_chat_template
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.local import LocalEngine
 from fedguild.engines.private import PrivateAnswers
@@ -450,6 +451,7 @@ class TrainerService:
     def _load_once(self, config: Config) -> Backbone:
         if self._backbone is None:
             self._backbone = self._load(config)
+            set_chat_template(self._backbone.tokenizer, self.site.data.chat_template)
             self.loads += 1
         return self._backbone
 

@@ -20,7 +20,7 @@ from fedguild.core.locking import run_lock
 from fedguild.core.payload import Payload
 from fedguild.core.progress import Progress, Silent
 from fedguild.core.sealed import remove_leftovers
-from fedguild.data.batches import count_cut_prompts
+from fedguild.data.rendering import count_cut_prompts
 from fedguild.measuring.log.activity import ActivityLog, noted
 from fedguild.measuring.log.index import REPORT_FILE
 from fedguild.measuring.log.records import (

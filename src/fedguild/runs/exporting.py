@@ -175,6 +175,8 @@ def _write(experiment: Experiment, deployment: Deployment, origin: Origin, outpu
             else:
                 write_per_expert(folder, backbone, deployment, base=base, revision=settings.revision)
                 card = per_expert_card(origin, model, deployment)
+        if written in ("peft", "per-expert") and backbone.tokenizer.chat_template:
+            backbone.tokenizer.save_pretrained(folder)  # with the template that the adapter was trained with
         write_text(folder / FILE, card + f"\n{AUDIENCES[written]}\n")
     return Exported(output, written, reason)
 

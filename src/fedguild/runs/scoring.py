@@ -246,11 +246,7 @@ def untrained_loss(experiment: Experiment) -> float:
     """Returns the backbone's loss on some of the clients' training texts, in nats per response token."""
     turns = zip_longest(*experiment.encoded.values())
     texts = islice((text for turn in turns for text in turn if text is not None), UNTRAINED_TEXTS)
-    rows = [
-        Candidates(text.input_ids[: text.prompt_length], (text.input_ids[text.prompt_length :],))
-        for text in texts
-        if text.prompt_length
-    ]
+    rows = [Candidates(text.input_ids[: text.prompt_length], (text.response,)) for text in texts if text.prompt_length]
     nothing = AdapterPlan(())
     with _loaded(experiment, [nothing], [Deployment(nothing, {})]) as (model, batch_tokens):
         (losses,) = candidate_losses(model, [rows], batch_tokens, pad_id(experiment.backbone.tokenizer))

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from fedguild.core.errors import DataError
-from fedguild.data.batches import collate, encode
+from fedguild.data.batches import collate
 from fedguild.data.example import Example
+from fedguild.data.rendering import encode
 from fedguild.measuring.scores.batching import Item, token_batches
 from fedguild.measuring.scores.likelihood import Candidates, collate_candidates, encode_candidates
 from fedguild.model.inputs import prefix_shared

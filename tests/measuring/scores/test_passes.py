@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedguild.data.example import Example
 from fedguild.measuring.costs.memory import cached_values, evaluation_batch_tokens, evaluation_bytes
 from fedguild.measuring.scores.batching import Item, token_batches
 from fedguild.measuring.scores.generation import generate_texts
@@ -94,7 +95,8 @@ def test_generation_takes_as_many_passes_as_estimated(endless):
         eos_token_id=None,
     )
     examples = [
-        [SimpleNamespace(prompt=f"{slot}{index}") for index in range(len(each))] for slot, each in enumerate(lengths)
+        [Example(f"{slot}{index}", "", label="", task="") for index in range(len(each))]
+        for slot, each in enumerate(lengths)
     ]
     texts, counts = {}, {}
     with slots_on(endless, 2, 4) as model:

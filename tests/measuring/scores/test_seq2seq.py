@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fedguild.data.batches import Seq2Seq, encode
+from fedguild.data.batches import Seq2Seq
 from fedguild.data.example import Example
+from fedguild.data.rendering import encode
 from fedguild.measuring.scores.likelihood import Candidates, candidate_losses, collate_singles, encode_candidates
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import make_backbone

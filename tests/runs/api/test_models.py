@@ -15,7 +15,7 @@ import fedguild
 from fedguild.cli import app
 from fedguild.core.errors import CheckpointError, ConfigError
 from fedguild.core.payload import Payload
-from fedguild.data.batches import encode_prompt
+from fedguild.data.rendering import encode_prompt
 from fedguild.model.slots import SlotModel
 from fedguild.runs import experiment
 from fedguild.runs.scoring import evaluated_plan

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedguild.core.errors import DataError
-from fedguild.data.corpora.table import require_text
+from fedguild.data.corpora.table import read_text
 
 
 def read_document(path: Path, keys: Iterable[str]) -> dict[str, Any]:
@@ -18,8 +18,7 @@ def read_document(path: Path, keys: Iterable[str]) -> dict[str, Any]:
         DataError: the file is not a JSON object or lacks a key; lists the keys found and expected.
     """
     try:
-        require_text(path)
-        document = json.loads(path.read_text(encoding="utf-8-sig"))
+        document = json.loads(read_text(path))
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise DataError(f"{path} cannot be read as JSON: {where}: {error.msg}.") from error

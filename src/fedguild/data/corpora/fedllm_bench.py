@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from fedguild.core.errors import DataError
 from fedguild.data.corpora.document import read_document
-from fedguild.data.corpora.source import HubDataset, Source, require_split_paths
+from fedguild.data.corpora.source import HubDataset, Source
 from fedguild.data.corpora.spec import CorpusSpec
 from fedguild.data.corpora.table import text
 from fedguild.data.example import Example
@@ -26,7 +26,7 @@ def read(source: Source, template: str) -> Iterator[Example]:
             "Download its data (github.com/rui-ye/FedLLM-Bench) and give one of the files, for example "
             "data.train=data/Fed-Aya/aya_38c_25k.json.",
         )
-    path = source.where if source.folder is None else require_split_paths(source.folder, source.splits)[0]
+    path = source.path
     for client, records in read_document(path, ()).items():
         if not isinstance(records, list):
             raise DataError(f"The client '{client}' of {path} has a {type(records).__name__}.", "Accepted: a list.")

@@ -16,7 +16,7 @@ INSTRUCTION = "Which ending continues the text best?"
 def _examples(source: Source, template: str) -> Iterator[Example]:
     table = read_table(source)
     required = {"ctx": ("ctx",), "endings": ("endings",), "label": ("label",)}
-    for number, row in table.select(required, {"activity": ("activity_label",)}):
+    for number, row in table.select(required, {"activity": ("activity_label",)}, ("endings",)):
         endings = row["endings"]
         if not isinstance(endings, list) or len(endings) < 2:
             raise table.bad_row(number, f"the endings {endings!r}", "a list of at least two texts")

@@ -60,7 +60,8 @@ def _rows(table: Table) -> Iterator[tuple[int, Row, list[str]]]:
     """Yields (row number, record, its four choices) from either layout."""
     required = {"question": ("question",), "answer": ("answer",)}
     columns = ("choices",) if "choices" in table.columns else _CHOICE_COLUMNS
-    for number, row in table.select({**required, **{name: (name,) for name in columns}}, {"subject": ("subject",)}):
+    choice_columns = {name: (name,) for name in columns}
+    for number, row in table.select({**required, **choice_columns}, {"subject": ("subject",)}, ("choices",)):
         choices = row["choices"] if columns == ("choices",) else [row[name] for name in columns]
         if not isinstance(choices, list) or len(choices) != len(LETTERS):
             raise table.bad_row(number, f"the choices {choices!r}", "a list of four texts")

@@ -69,9 +69,13 @@ def _from_hub(source: Source, template: str, max_tasks: int | None) -> Iterator[
     table = read_table(source)
     names = ("task_name", "definition", "inputs", "targets")
     required = {name: (name,) for name in names}
-    sizes = Counter(text(row["task_name"]) for _, row in table.select(required)) if max_tasks else Counter[str]()
+    sizes = (
+        Counter(text(row["task_name"]) for _, row in table.select(required, nested=names))
+        if max_tasks
+        else Counter[str]()
+    )
     chosen = _chosen(source, dict(sizes), max_tasks)
-    for _, row in table.select(required):
+    for _, row in table.select(required, nested=("definition", "targets")):
         task = text(row["task_name"])
         if max_tasks is None or task in chosen:
             prompt = render(template, first_text(row["definition"]), text(row["inputs"]))

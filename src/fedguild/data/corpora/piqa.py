@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedguild.core.errors import DataError
-from fedguild.data.corpora.source import HubDataset, Source, require_split_paths
+from fedguild.data.corpora.source import HubDataset, Source
 from fedguild.data.corpora.spec import CorpusSpec, choice_example
 from fedguild.data.corpora.table import Table, read_table, text
 from fedguild.data.example import Example
@@ -30,7 +30,7 @@ def _labelled(source: Source) -> tuple[Table, list[Any] | None]:
     table = read_table(source)
     if "label" in table.columns or not isinstance(source.where, Path):
         return table, None
-    path = source.where if source.folder is None else require_split_paths(source.folder, source.splits)[0]
+    path = source.path
     labels = _labels(table, path)
     count = sum(1 for _ in table.rows)
     if len(labels) != count:

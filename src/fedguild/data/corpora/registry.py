@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from fedguild.config.data import SpecialTokens, TrainOn
 from fedguild.core.errors import DataError, nearest
 from fedguild.core.plugins import Plugins
 from fedguild.core.seeding import numpy_rng
+from fedguild.data.conversation import Tally, as_conversation
 from fedguild.data.corpora.source import HubDataset, Source, first_split, is_split, locate
 from fedguild.data.corpora.spec import CorpusSpec
-from fedguild.data.corpora.table import hub_splits
+from fedguild.data.corpora.table import folder_splits, hub_splits, is_dataset
 from fedguild.data.example import Corpus, Example
 from fedguild.data.prompts import check_template
 from fedguild.data.sampling import sample
@@ -74,28 +76,34 @@ def _types_of(spec: CorpusSpec) -> dict[str, Any]:
 def load_corpus(
     name: str,
     *,
-    train: str | None = None,
-    test: str | None = None,
+    train: str | Sequence[str] | None = None,
+    test: str | Sequence[str] | None = None,
     limit: int | None = None,
     test_limit: int | None = None,
     seed: int = 0,
     template: str | None = None,
+    train_on: TrainOn = "all_turns",
+    special_tokens: SpecialTokens = "text",
     **options: Any,
 ) -> Corpus:
     """Loads a corpus from local files or from the Hugging Face hub.
 
-    Records without a response are dropped, and counted in `Corpus.dropped`.
+    Records without a response are dropped, and counted in `Corpus.dropped`; what is changed in
+    others is counted in `Corpus.changed`.
 
     Args:
         name: A name in `CORPORA`.
-        train: A local file or folder, or a hub id (`owner/name`, `owner/name:config`,
-            `owner/name:config@split`); None takes the corpus's own dataset on the hub.
+        train: A local file or folder, several files or a pattern of them, or a hub id
+            (`owner/name`, `owner/name:config`, `owner/name:config@split`); None takes the corpus's
+            own dataset on the hub.
         test: The same for the test examples; None takes the test split of the folder or hub
             dataset that `train` names, where it has one.
         limit: Keep this many training examples, drawn at random; None keeps all.
         test_limit: The same for test examples.
         seed: Seed of the draw, and of a corpus that is generated.
         template: Name of a prompt template; None takes the corpus's own.
+        train_on: The tokens that the loss covers.
+        special_tokens: What a text that spells a control token is encoded as.
         options: Further keywords of this corpus, as in its `CorpusSpec.options`.
 
     Raises:
@@ -105,26 +113,46 @@ def load_corpus(
     spec = corpus_spec(name)
     options = checked_options(spec, options)
     dropped: dict[str, int] = {}
+    changed: dict[str, int] = {}
+    layout = ""
     if spec.generate is not None:
         corpus = _generated(spec, train, test, template, seed, options)
         training, testing = corpus.train, corpus.test
     else:
-        training, testing = _read(spec, train, test, template or spec.template, options, dropped)
+        read = _Reading(spec, template or spec.template, options, dropped, changed)
+        training, testing = read.both(train, test)
+        layout = read.layout
+
+    def drawn(examples: tuple[Example, ...], most: int | None, split: str) -> tuple[Example, ...]:
+        chosen = sample(examples, most, numpy_rng(seed, "corpus", split))
+        if template == "chat":
+            chosen = tuple(map(as_conversation, chosen))
+        if (train_on, special_tokens) == ("all_turns", "text"):
+            return chosen
+        return tuple(
+            replace(
+                one, train_on="everything" if one.train_on == "everything" else train_on, special_tokens=special_tokens
+            )
+            for one in chosen
+        )
+
     for kind, examples, most in (("training", training, limit), ("test", testing, test_limit)):
         if most is not None and len(examples) > most:
             dropped[f"{kind} examples above the limit of {most}"] = len(examples) - most
     return Corpus(
         name,
-        sample(training, limit, numpy_rng(seed, "corpus", "train")),
-        sample(testing, test_limit, numpy_rng(seed, "corpus", "test")),
+        drawn(training, limit, "train"),
+        drawn(testing, test_limit, "test"),
         dropped,
+        changed,
+        layout,
     )
 
 
 def _generated(
-    spec: CorpusSpec, train: str | None, test: str | None, template: str | None, seed: int, options: dict[str, Any]
+    spec: CorpusSpec, train: Any, test: Any, template: str | None, seed: int, options: dict[str, Any]
 ) -> Corpus:
-    if train is not None or test is not None or template not in (None, spec.template):
+    if train is not None or test is not None or template not in (None, "chat", spec.template):
         raise DataError(
             f"The corpus '{spec.name}' is generated, not read: it takes no train, test or template.",
             f"Its settings are: {', '.join(spec.options)}.",
@@ -133,51 +161,65 @@ def _generated(
     return spec.generate(seed=seed, **options)
 
 
-def _read(
-    spec: CorpusSpec,
-    train: str | None,
-    test: str | None,
-    template: str,
-    options: dict[str, Any],
-    dropped: dict[str, int],
-) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
-    check_template(template)
-    where = spec.hub if train is None else locate(train, spec.hub)
-    if where is None:
-        raise DataError(
-            f"The corpus '{spec.name}' has no dataset of its own on the hub: name its training data.",
-            f"Accepted: {'; '.join(spec.layouts)}.",
-        )
-    test_where = (where if _has_test_split(where, spec) else None) if test is None else locate(test, spec.hub)
-    training = _examples(spec, Source(where, spec.train_splits), template, options, "training", dropped)
-    if test_where is None:
-        return training, ()
-    source = Source(test_where, spec.test_splits, training)
-    return training, _examples(spec, source, template, options, "test", dropped)
+@dataclass
+class _Reading:
+    """The reading of a corpus's splits; what is left out or changed is counted in `dropped` and `changed`."""
+
+    spec: CorpusSpec
+    template: str
+    options: dict[str, Any]
+    dropped: dict[str, int]
+    changed: dict[str, int]
+    layout: str = ""
+
+    def both(
+        self, train: str | Sequence[str] | None, test: str | Sequence[str] | None
+    ) -> tuple[tuple[Example, ...], tuple[Example, ...]]:
+        """Returns the training examples, and the test examples if there are any."""
+        check_template(self.template)
+        spec = self.spec
+        where = spec.hub if train is None else locate(train, spec.hub)
+        if where is None:
+            raise DataError(
+                f"The corpus '{spec.name}' has no dataset of its own on the hub: name its training data.",
+                f"Accepted: {'; '.join(spec.layouts)}.",
+            )
+        test_where = (where if _has_test_split(where, spec) else None) if test is None else locate(test, spec.hub)
+        tally = Tally()
+        training = self._examples(Source(where, spec.train_splits, tally=tally), "training")
+        self.layout = tally.layout
+        if test_where is None:
+            return training, ()
+        return training, self._examples(Source(test_where, spec.test_splits, training, Tally()), "test")
+
+    def _examples(self, source: Source, kind: str) -> tuple[Example, ...]:
+        assert self.spec.read is not None
+        assert source.tally is not None
+        read: Iterable[Example] = self.spec.read(source, self.template, **self.options)
+        examples = []
+        for example in read:
+            if example.response.strip():
+                examples.append(example)
+            else:
+                source.tally.dropped["rows without a response"] += 1
+        self.dropped |= {f"{kind} {reason}": count for reason, count in source.tally.dropped.items()}
+        self.changed |= {f"{kind} {reason}": count for reason, count in source.tally.changed.items()}
+        if not examples:
+            left_out = "".join(f"{count} {reason}. " for reason, count in source.tally.dropped.items())
+            raise DataError(
+                f"No example of the corpus '{self.spec.name}' was found in {source.where}.",
+                f"{'Left out: ' * bool(left_out)}{left_out}Accepted: {'; '.join(self.spec.layouts)}.",
+            )
+        return tuple(examples)
 
 
-def _has_test_split(where: Path | HubDataset, spec: CorpusSpec) -> bool:
+def _has_test_split(where: Path | tuple[Path, ...] | HubDataset, spec: CorpusSpec) -> bool:
+    if isinstance(where, tuple):
+        return False
     if isinstance(where, HubDataset):
         return not where.split and first_split(spec.test_splits, hub_splits(where)) is not None
-    return where.is_dir() and any(is_split(path, name) for path in where.iterdir() for name in spec.test_splits)
-
-
-def _examples(
-    spec: CorpusSpec, source: Source, template: str, options: dict[str, Any], kind: str, dropped: dict[str, int]
-) -> tuple[Example, ...]:
-    assert spec.read is not None
-    read: Iterable[Example] = spec.read(source, template, **options)
-    examples, empty = [], 0
-    for example in read:
-        if example.response:
-            examples.append(example)
-        else:
-            empty += 1
-    if empty:
-        dropped[f"{kind} rows without a response"] = empty
-    if not examples:
-        raise DataError(
-            f"No example of the corpus '{spec.name}' was found in {source.where}.",
-            f"{empty} row(s) have no response. " * bool(empty) + f"Accepted: {'; '.join(spec.layouts)}.",
-        )
-    return tuple(examples)
+    if not where.is_dir():
+        return False
+    if any(is_split(path, name) for path in where.iterdir() for name in spec.test_splits):
+        return True
+    return is_dataset(where) and first_split(spec.test_splits, folder_splits(where)) is not None

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedguild.core.errors import DataError
 from fedguild.data.corpora.document import read_document
-from fedguild.data.corpora.source import Source, require_split_paths
+from fedguild.data.corpora.source import HubDataset, Source
 from fedguild.data.corpora.spec import CorpusSpec
 from fedguild.data.corpora.table import read_table, text
 from fedguild.data.example import Example
@@ -46,7 +46,7 @@ def _from_file(path: Path, template: str, impossible: bool) -> Iterator[Example]
 
 def _from_hub(source: Source, template: str) -> Iterator[Example]:
     columns = {"context": ("context",), "question": ("question",), "answers": ("answers",)}
-    for _, row in read_table(source).select(columns, {"title": ("docid", "title")}):
+    for _, row in read_table(source).select(columns, {"title": ("docid", "title")}, nested=("answers",)):
         answers = [text(answer) for answer in row["answers"]["text"]]
         yield _example(template, text(row["question"]), text(row["context"]), answers, text(row["title"]))
 
@@ -65,9 +65,9 @@ def read(source: Source, template: str, *, impossible: bool = False) -> Iterator
     Raises:
         DataError: the file is not in SQuAD's format; names the key that is missing.
     """
-    if not isinstance(source.where, Path):
+    if isinstance(source.where, HubDataset):
         return _from_hub(source, template)
-    path = source.where if source.folder is None else require_split_paths(source.folder, source.splits)[0]
+    path = source.path
     return _from_file(path, template, impossible)
 
 

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 
 from fedguild.core.errors import ConfigError
-from fedguild.data.batches import encode_prompt
 from fedguild.data.example import Example
+from fedguild.data.rendering import ends_of, prompt_ids
 from fedguild.measuring.scores.batching import Item, each, token_batches
 
 
@@ -43,7 +43,7 @@ def generate_texts(
             f"max_new_tokens is {max_new_tokens}, which leaves no room for a prompt within max_tokens {max_tokens}.",
             "Lower max_new_tokens or raise max_tokens.",
         )
-    prompts = [[encode_prompt(example.prompt, tokenizer)[-room:] for example in row] for row in examples]
+    prompts = [[prompt_ids(example, tokenizer)[-room:] for example in row] for row in examples]
     items = [
         Item(slot, index, len(prompt) + max_new_tokens)
         for slot, slot_prompts in enumerate(prompts)
@@ -56,7 +56,11 @@ def generate_texts(
         for batch, generated in zip(batches, found, strict=True):
             continuations = iter([tokens for slot_tokens in generated for tokens in slot_tokens])
             for item in batch:
-                texts[item.slot][item.index] = tokenizer.decode(next(continuations), skip_special_tokens=True).strip()
+                tokens = next(continuations)
+                if examples[item.slot][item.index].messages:  # the turn's end may be another than the text's
+                    ends = ends_of(tokenizer)
+                    tokens = tokens[: next((at for at, token in enumerate(tokens) if token in ends), None)]
+                texts[item.slot][item.index] = tokenizer.decode(tokens, skip_special_tokens=True).strip()
     return texts
 
 

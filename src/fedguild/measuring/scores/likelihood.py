@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from fedguild.core.errors import DataError
-from fedguild.data.batches import Encoded, Seq2Seq, SlotBatch, collate, encode
+from fedguild.data.batches import Encoded, Seq2Seq, SlotBatch, collate
 from fedguild.data.example import Example
+from fedguild.data.rendering import encode_last
 from fedguild.measuring.scores.batching import Item, each, token_batches
 
 
@@ -77,9 +78,11 @@ def encode_candidates(example: Example, tokenizer: Any, max_tokens: int) -> Cand
         DataError: the prompt has no token, so that nothing predicts a candidate's first one.
     """
     encoded = [
-        encode(replace(example, response=candidate), tokenizer, max_tokens)
+        encode_last(_answered(example, candidate), tokenizer, max_tokens)
         for candidate in example.choices or (example.response,)
     ]
+    if example.train_on == "everything" and not encoded[0].prompt_length:  # scored from its second token on
+        encoded = [replace(row, prompt_length=1) for row in encoded]
     prompt = min((row.input_ids[: row.prompt_length] for row in encoded), key=len)
     if not prompt:
         raise DataError(
@@ -87,7 +90,16 @@ def encode_candidates(example: Example, tokenizer: Any, max_tokens: int) -> Cand
             "so its response has no likelihood.",
             "Give it a prompt, or raise the limit on tokens.",
         )
-    return Candidates(prompt, tuple(row.input_ids[row.prompt_length :] for row in encoded))
+    return Candidates(prompt, tuple(row.response for row in encoded))
+
+
+def _answered(example: Example, response: str) -> Example:
+    """Returns an example with another response."""
+    if not example.choices:
+        return example
+    *before, last = example.messages or (None,)
+    messages = () if last is None else (*(one for one in before if one), replace(last, content=response))
+    return replace(example, response=response, messages=messages)
 
 
 def candidate_losses(

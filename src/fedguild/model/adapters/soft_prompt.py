@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fedguild.core.errors import ConfigError
-from fedguild.data.batches import SlotBatch, encode_prompt
+from fedguild.data.batches import SlotBatch
+from fedguild.data.rendering import encode_prompt
 from fedguild.model.adapters.part import AdapterHost, AdapterPart
 from fedguild.model.info import ModelInfo
 from fedguild.model.runtime import Pass

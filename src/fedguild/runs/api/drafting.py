@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Literal
 from fedguild.config import Config, load_config
 from fedguild.config.yaml_reading import parse
 from fedguild.core.errors import ConfigError, DataError, FedGuildError, nearest
+from fedguild.data.conversation import ACCEPTED, COLUMNS, recognise
 from fedguild.data.corpora import CORPORA, corpus_spec
-from fedguild.data.corpora.instructions import OPTIONAL, REQUIRED
-from fedguild.data.corpora.source import HubDataset, Source, locate
+from fedguild.data.corpora.source import HubDataset, Source, is_here, locate
 from fedguild.data.corpora.table import read_table
 from fedguild.methods import METHODS
+from fedguild.model.packaged import PACKAGED
 
 if TYPE_CHECKING:
     from fedguild.model.info import ModelInfo
@@ -35,20 +36,22 @@ class Data:
         train: File, folder or hub id; None for data that comes with the corpus.
         options: Options of the corpus.
         rows: Number of training rows; None if the data is not on this machine.
-        columns: The columns found; empty if the data is not on this machine.
+        layout: What it was recognised as; empty if the data is not on this machine.
         labelled: Whether rows have labels over which a partition can be drawn.
+        chat: Whether it is conversations.
     """
 
     corpus: str
     train: str | None = None
     options: Mapping[str, str] = field(default_factory=dict)
     rows: int | None = None
-    columns: tuple[str, ...] = ()
+    layout: str = ""
     labelled: bool = True
+    chat: bool = False
 
     def summary(self) -> str:
         """Returns what was found, as one sentence; empty if the data was not read."""
-        return "" if self.rows is None else f"{self.train}: {self.rows} rows with {', '.join(self.columns)}."
+        return "" if self.rows is None else f"{self.train}: {self.rows} rows of {self.layout}."
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def look_at_data(answer: str, columns: Mapping[str, str] | None = None) -> Data:
         if spec.generate is None and spec.hub is None:
             raise DataError(f"The corpus '{answer}' has no dataset of its own: give a file or a folder.")
         return Data(answer)
-    if "/" not in answer and not Path(answer).expanduser().exists():
+    if "/" not in answer and not is_here(answer):
         raise DataError(f"There is no corpus, file or folder '{answer}'.", nearest(answer, CORPORA))
     where = locate(answer)
     options = {f"{key}_column": name for key, name in named.items()}
@@ -114,17 +117,16 @@ def look_at_data(answer: str, columns: Mapping[str, str] | None = None) -> Data:
     spec = corpus_spec("instructions")
     table = read_table(Source(where, spec.train_splits))
     rows = sum(1 for _ in table.rows)
-    unknown = [name for name in named.values() if name not in table.columns]
-    missing = [key for key, names in REQUIRED.items() if key not in named and not set(names) & set(table.columns)]
-    if unknown or missing:
-        what = f"no column {' or '.join(unknown)}" if unknown else f"no column for the {' and the '.join(missing)}"
+    try:
+        layout = recognise(table, named)
+    except DataError as error:
+        keys = [key for key in ("instruction", "response") if key not in named and table.find(COLUMNS[key]) is None]
         raise DataError(
-            f"{answer} has {what}.",
+            error.message,
             f"Its {rows} rows have {', '.join(table.columns)}. Name the columns with --columns "
-            f"{','.join(f'{key}=COLUMN' for key in missing or named)}.",
-        )
-    labels = {named["label"]} if "label" in named else set(OPTIONAL["label"]) & set(table.columns)
-    return Data("instructions", answer, options, rows, table.columns, bool(labels))
+            f"{','.join(f'{key}=COLUMN' for key in keys or named)}. Without that, accepted: {ACCEPTED}.",
+        ) from error
+    return Data("instructions", answer, options, rows, str(layout), "label" in layout.columns, layout.is_chat)
 
 
 def default_budgets(model: ModelInfo | None) -> tuple[int, ...]:
@@ -160,9 +162,10 @@ def draft(answers: Answers, file: Path) -> str:
         *([] if small else ["  dtype: bfloat16".ljust(34) + "# float32 on a CPU"]),
         "",
         "data:",
-        f"  dataset: {data.corpus}".ljust(34) + "# `instructions` reads any table of instructions and responses",
+        f"  dataset: {data.corpus}".ljust(34) + "# `instructions` reads conversations, instructions and text",
         *([f"  train: {_text(data.train)}"] if data.train else []),
         *([f"  options: {_flow(data.options)}"] if data.options else []),
+        *(_chat_lines(answers.model) if data.chat else []),
         f"  max_length: {256 if small else 512}".ljust(34) + "# longer texts lose the beginning of their prompt",
         *_partition(answers, pad),
         "",
@@ -211,7 +214,7 @@ def check(text: str, file: Path) -> Config:
     check_config(config)
     if config.data.train is None and corpus_spec(config.data.dataset).generate is None:
         return config
-    if config.data.train is None or Path(config.data.train).expanduser().exists():
+    if config.data.train is None or is_here(config.data.train):
         prepare_data(config)
     return config
 
@@ -272,6 +275,19 @@ def _partition(answers: Answers, rows: int) -> list[str]:
         return [f"  partition: {{scheme: iid, minimum: {fewest}}}".ljust(50) + "# no labels: dealt at random"]
     comment = "# smaller alpha: clients differ more"
     return [f"  partition: {{scheme: dirichlet, alpha: 0.5, minimum: {fewest}}}  {comment}"]
+
+
+def _chat_lines(model: str) -> list[str]:
+    """Returns the settings of conversations; a packaged model has no chat template of its own."""
+    own = model in PACKAGED
+    return [
+        *(
+            ["  chat_template: plain".ljust(34) + "# null: the model's own; or a file with a Jinja template"]
+            if own
+            else []
+        ),
+        "  train_on: all_turns".ljust(34) + "# last_turn: the last answer alone; everything: all tokens",
+    ]
 
 
 def _text(value: str | None) -> str:

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 
 from fedguild.core.errors import ConfigError
-from fedguild.data.batches import Seq2Seq, encode_prompt
+from fedguild.data.batches import Seq2Seq
+from fedguild.data.conversation import as_conversation
 from fedguild.data.corpora import corpus_spec
+from fedguild.data.example import Example
 from fedguild.data.prompts import render
+from fedguild.data.rendering import ends_of, prompt_ids
 from fedguild.runs.api.models import subject_of
 from fedguild.runs.exporting import load_attached
 
@@ -28,7 +31,7 @@ class Generator:
     """A run's model with its tokenizer and the prompt template that it was trained with.
 
     Attributes:
-        template: Name of the template.
+        template: Name of the template; `chat` for the chat template.
         seq2seq: The input form of an encoder-decoder model; None for a causal model.
     """
 
@@ -88,7 +91,9 @@ class Generator:
 
         tokenizer = self.model.tokenizer
         try:
-            ids = encode_prompt(prompt if raw else render(self.template, prompt, ""), tokenizer)
+            example = Example(prompt if raw else render(self.template, prompt, ""), "x", label="", task="")
+            chat = self.template == "chat" and not raw
+            ids = prompt_ids(as_conversation(example) if chat else example, tokenizer)
             causal = self.seq2seq is None
             inputs = torch.tensor([ids if self.seq2seq is None else self.seq2seq.closed(ids)], device=self.model.device)
             sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
@@ -100,7 +105,7 @@ class Generator:
                 attention_mask=torch.ones_like(inputs),
                 max_new_tokens=max_new_tokens,
                 pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
+                eos_token_id=sorted(ends_of(tokenizer)) if chat else tokenizer.eos_token_id,
                 streamer=Streamer(tokenizer, skip_prompt=causal, skip_special_tokens=True),
                 **sampling,
                 **start,
@@ -117,5 +122,6 @@ def open_generator(
     """Returns the generator of a run's model; arguments and errors as in `load_model`."""
     model, experiment = load_attached(folder, subject_of(budget, client), round)
     data = experiment.config.data
-    template = data.template or corpus_spec(data.dataset).template
+    chat = any(example.messages for example in experiment.data.corpus.train[:1])
+    template = "chat" if chat else data.template or corpus_spec(data.dataset).template
     return Generator(model, template, experiment.backbone.info.seq2seq)

@@ -191,11 +191,10 @@ def _read(file: Path) -> str:
 def _cut(config: Config, data: PreparedData) -> Cut | None:
     """Returns how many training texts are cut; None if the tokenizer is not on this machine."""
     from fedguild.model.packaged import PACKAGED
-    from fedguild.model.pretrained import load_tokenizer
-    from fedguild.runs.setup import cut_of, encoded_texts
+    from fedguild.runs.setup import cut_of, encoded_texts, tokenizer_of
 
     model, longest = config.model, config.data.max_length
     if model.path not in PACKAGED and not Path(model.path).exists():
         return None
-    tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    tokenizer = tokenizer_of(config)
     return cut_of(data, encoded_texts(data, tokenizer, longest), tokenizer, longest)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -14,6 +13,7 @@ from fedguild.config import Config
 from fedguild.config.data import GIVEN
 from fedguild.core.errors import FedGuildError
 from fedguild.data.corpora import corpus_spec
+from fedguild.data.corpora.source import is_here
 from fedguild.measuring.costs.profile import Profile, profile
 from fedguild.measuring.costs.secure import session_bytes
 from fedguild.measuring.costs.tiers import Workload
@@ -107,7 +107,7 @@ def known_examples(config: Config) -> int | None:
     """
     data = config.data
     generated = corpus_spec(data.dataset).generate is not None and data.train is None
-    here = data.train is not None and not data.train.startswith(GIVEN) and Path(data.train).exists()
+    here = is_here(data.train)
     if (generated or here) and not data.partition.scheme.startswith(GIVEN):
         try:
             sizes = prepare_data(config).sizes()["train"]

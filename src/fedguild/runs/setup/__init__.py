@@ -9,8 +9,8 @@ from fedguild.runs.setup.data import (
     PreparedData,
     Split,
     cut_of,
+    data_sentences,
     dropped_of,
-    dropped_sentences,
     encoded_texts,
     prepare_data,
 )
@@ -18,7 +18,7 @@ from fedguild.runs.setup.engines import make_engine
 from fedguild.runs.setup.experiment import Experiment, OwnScope, run_identity
 from fedguild.runs.setup.fitting import budgets_of, fitted, method_of, method_record, tell_fitted
 from fedguild.runs.setup.method_checks import check_config, check_fit
-from fedguild.runs.setup.preparation import load_model, model_of, prepare
+from fedguild.runs.setup.preparation import load_model, model_of, prepare, tokenizer_of
 from fedguild.runs.setup.protection import largest_value, server_filters
 
 __all__ = [
@@ -30,8 +30,8 @@ __all__ = [
     "check_config",
     "check_fit",
     "cut_of",
+    "data_sentences",
     "dropped_of",
-    "dropped_sentences",
     "encoded_texts",
     "fitted",
     "largest_value",
@@ -47,4 +47,5 @@ __all__ = [
     "run_identity",
     "server_filters",
     "tell_fitted",
+    "tokenizer_of",
 ]

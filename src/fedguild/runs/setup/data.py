@@ -21,9 +21,10 @@ from fedguild.data import (
     pooled_test,
     split_clients,
 )
-from fedguild.data.batches import Cut, Encoded, count_cut, encode
+from fedguild.data.batches import Cut, Encoded
 from fedguild.data.corpora import checked_options, corpus_spec
 from fedguild.data.given import GivenData, given_parts, source
+from fedguild.data.rendering import count_cut, encode
 from fedguild.data.sampling import sample
 
 Split = Literal["test", "validation"]
@@ -75,6 +76,8 @@ def prepare_data(config: Config, folder: Path | None = None, given: GivenData | 
         limit=data.max_samples,
         seed=config.seed,
         template=data.template,
+        train_on=data.train_on,
+        special_tokens=data.special_tokens,
         **options,
     )
     rng = numpy_rng(config.seed, "partition")
@@ -104,8 +107,13 @@ def dropped_of(data: PreparedData, config: Config) -> dict[str, int]:
     return dropped
 
 
-def dropped_sentences(dropped: Mapping[str, int]) -> list[str]:
-    return [f"Left out: {count} {reason}." for reason, count in dropped.items()]
+def data_sentences(corpus: Corpus, dropped: Mapping[str, int]) -> list[str]:
+    """Returns what the data was recognised as, and what of it is left out or changed."""
+    return [
+        *([f"Data: {corpus.layout}."] if corpus.layout else []),
+        *(f"Left out: {count} {reason}." for reason, count in dropped.items()),
+        *(f"{count} {what}." for what, count in corpus.changed.items()),
+    ]
 
 
 def encoded_texts(data: PreparedData, tokenizer: Any, max_tokens: int) -> dict[int, list[Encoded]]:

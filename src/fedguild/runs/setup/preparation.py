@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
@@ -13,12 +13,14 @@ from fedguild.config import Config
 from fedguild.core.layout import MEMORY
 from fedguild.core.progress import Progress, Silent
 from fedguild.data.given import GivenData
+from fedguild.data.rendering import require_chat_template, set_chat_template
 from fedguild.measuring.scores.metrics import Metric, load_metrics
 from fedguild.model.backbone import Backbone, inspect_model, later_backbone, load_backbone, pick_device
 from fedguild.model.info import ModelInfo
+from fedguild.model.pretrained import load_tokenizer
 from fedguild.runs.guarantee import rules_of
 from fedguild.runs.setup.checks import require_examples, require_room, require_start
-from fedguild.runs.setup.data import PreparedData, dropped_of, dropped_sentences, prepare_data
+from fedguild.runs.setup.data import PreparedData, data_sentences, dropped_of, prepare_data
 from fedguild.runs.setup.engines import holds_backbone
 from fedguild.runs.setup.experiment import Experiment
 from fedguild.runs.setup.fitting import budgets_of, fitted, method_of, tell_fitted
@@ -57,6 +59,8 @@ def prepare(
     if not model.moe and any(tier.active_experts for tier in config.federation.budgets):
         progress.message("federation.budgets: active_experts has no effect here, as the model has no experts.")
     prepared = _read_data(config, output, data, progress, trains=trains)
+    if any(example.messages for example in prepared.corpus.train[:1]):
+        require_chat_template(prepared.corpus.train[0], tokenizer_of(config))
     budgets = budgets_of(config, model)
     return Experiment(
         config,
@@ -84,7 +88,7 @@ def _read_data(
         require_examples(data, evaluation.split)
     scored = data.pooled(evaluation.split, evaluation.max_examples, config.seed)
     require_room(config, generates=any(not example.choices for example in scored))
-    for sentence in dropped_sentences(dropped_of(data, config)):
+    for sentence in data_sentences(data.corpus, dropped_of(data, config)):
         progress.message(sentence)
     return data
 
@@ -92,7 +96,9 @@ def _read_data(
 def _backbone(config: Config, model: ModelInfo, progress: Progress) -> Backbone:
     """Returns the backbone, loaded here unless the engine holds it; then it is loaded on first use."""
     if holds_backbone(config):
-        return cast(Backbone, later_backbone(model, partial(load_model, config), **config.model.model_dump()))
+        later = later_backbone(model, partial(load_model, config), **config.model.model_dump())
+        set_chat_template(later.tokenizer, config.data.chat_template)
+        return cast(Backbone, later)
     progress.stage(f"Loading the model {config.model.path}")
     return load_model(config)
 
@@ -107,7 +113,17 @@ def _simulated_clients(config: Config, data: PreparedData, budgets: Mapping[str,
 
 
 def load_model(config: Config) -> Backbone:
-    return load_backbone(**config.model.model_dump())
+    backbone = load_backbone(**config.model.model_dump())
+    set_chat_template(backbone.tokenizer, config.data.chat_template)
+    return backbone
+
+
+def tokenizer_of(config: Config) -> Any:
+    """Returns the tokenizer of the config's model, with the chat template that the config gives it."""
+    model = config.model
+    tokenizer = load_tokenizer(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    set_chat_template(tokenizer, config.data.chat_template)
+    return tokenizer
 
 
 def model_of(config: Config) -> ModelInfo:
