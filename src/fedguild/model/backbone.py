@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.utils.import_utils import is_accelerate_available
+from transformers.utils.quantization_config import Mxfp4Config
 
 from fedguild.core.errors import ConfigError, ModelError
 from fedguild.core.payload import digest_of
@@ -183,7 +184,8 @@ def load_backbone(
 
     Raises:
         ModelError: the model cannot be found or loaded, or its experts are not supported.
-        ConfigError: the device or dtype is not available, or a sharded backbone is to be in 4 bit.
+        ConfigError: the device or dtype is not available, or a backbone is to be in 4 bit that is sharded or packed
+            already.
     """
     where = pick_device(device) if ranks is None else ranks.device
     if ranks is not None and load_in_4bit:
@@ -193,6 +195,14 @@ def load_backbone(
         keep_freed_pages()
     options: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = read_config(path, **options)
+    unpacking: dict[str, Any] = {}
+    if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "mxfp4":
+        if load_in_4bit:
+            raise ConfigError(
+                f"The experts of '{path}' are in MXFP4 already, and are unpacked to be trained.",
+                "Set model.load_in_4bit=false.",
+            )
+        unpacking = {"quantization_config": Mxfp4Config(dequantize=True)}
     placement: dict[str, Any] = {}
     if ranks is None:
         family = _family_of(config) if load_in_4bit else None
@@ -212,6 +222,7 @@ def load_backbone(
                 output_loading_info=True,
                 **options,
                 **placement,
+                **unpacking,
             )
         if is_gguf(path):  # its weights are dequantised
             model.hf_quantizer.remove_quantization_config(model)

@@ -176,7 +176,7 @@ class ModelInfo:
             raise ModelError(
                 f"{who} needs a router that is a softmax over all experts; the router of {self.name} "
                 f"({self.family}) {_NO_SOFTMAX[other]}.",
-                "Choose OLMoE, Mixtral, Qwen2-MoE, Qwen3-MoE or a DeepSeek-V2 without groups.",
+                "Choose a model of another family, for example OLMoE, Mixtral, Qwen3-MoE or gpt-oss.",
             )
 
     def require_causal(self, who: str) -> None:

@@ -122,8 +122,8 @@ def _check_router(family: Family, name: str, layer: MoeLayer, native: NativeLaye
     rest = logits.double() - native.hidden.double() @ weight.double().T
     if (rest - rest[0]).abs().max() > FINE * logits.abs().max():
         raise ModelError(
-            f"The logits of {type(router).__name__} of {native.path} are no linear function of its input with the weight "
-            f"that the family '{name}' names, {layer.info.router}.weight, so LoRA on it would not be what it says.",
+            f"The logits of {type(router).__name__} of {native.path} are no linear function of its input with the "
+            f"weight that the family '{name}' names, {layer.info.router}.weight, so LoRA would not be what it says.",
             "Correct the family's `router`, `projection` or `decoded`.",
         )
     differs = (expected - found).abs().amax(dim=1)
