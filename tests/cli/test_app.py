@@ -59,9 +59,11 @@ def test_every_argument_and_option_has_help(path, command, invoke, monkeypatch):
         (["run", "flame/tiny-tasks", "--seed", "3"], "A setting is given without dashes: seed=3"),
         (["compare", "flame/tiny-tasks", "--rounds", "5"], "A setting is given without dashes: federation.rounds=5"),
         (["run", "flame/tiny-tasks", "--learning-rate"], "training.learning_rate=VALUE"),
+        (["train", "flame/tiny-tasks"], "There is no command 'train'.\nDid you mean 'run'?"),
+        (["exprot"], "There is no command 'exprot'.\nDid you mean 'export'?"),
     ],
 )
-def test_a_setting_given_as_an_option_is_told(invoke, arguments, told, monkeypatch):
+def test_a_setting_given_as_an_option_and_an_unknown_command_are_told(invoke, arguments, told, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     result = invoke(*arguments)
     assert result.exit_code == 2

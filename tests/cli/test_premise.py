@@ -48,7 +48,7 @@ def test_what_is_wrong_is_said(invoke: Invoke, text: Path, tmp_path: Path) -> No
     dense = tmp_path / "dense"
     tokenizer = PACKAGED["embedded"]
     LlamaForCausalLM(
-        LlamaConfig(vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
+        LlamaConfig(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4)
     ).save_pretrained(dense)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (dense / name).write_bytes((tokenizer / name).read_bytes())

@@ -77,6 +77,9 @@ def test_a_budget_does_not_have_the_name_of_a_mean(name: str) -> None:
         ("sed", "seed"),
         ("learning_rate", "training.learning_rate"),
         ("federation.alpha", "data.partition.alpha"),
+        ("training.lr", "training.learning_rate"),
+        ("wd", "training.weight_decay"),
+        ("federation.num_rounds", "federation.rounds"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(key: str, meant: str) -> None:

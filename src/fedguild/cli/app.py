@@ -36,7 +36,7 @@ from fedguild.cli import (
 from fedguild.cli.example_command import ExampleCommand
 from fedguild.cli.output import explain
 from fedguild.config.renamed import OPTIONS
-from fedguild.core.errors import DivergedError, FedGuildError, first_line, is_out_of_memory
+from fedguild.core.errors import ConfigError, DivergedError, FedGuildError, first_line, is_out_of_memory, nearest
 
 USER_ERROR = 2
 DIVERGED = 3
@@ -53,6 +53,11 @@ class Invocation:
 
 class _ReportingGroup(TyperGroup):
     """Turns errors that the user can fix, and Ctrl-C, into a message and an exit code."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and self.get_command(ctx, args[0]) is None and not args[0].startswith("-"):
+            raise ConfigError(f"There is no command '{args[0]}'.", nearest(args[0], self.list_commands(ctx)))
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -36,6 +36,7 @@ EXTRAS = {
     "flower": (("flwr",), "clients cannot take part over the network"),
     "secure": (("cryptography", "Crypto"), "federation.secure cannot be enabled"),
     "privacy": (("dp_accounting",), "privacy.unit cannot be set: nothing accounts for ε"),
+    "gguf": (("gguf",), "GGUF files cannot be model.path"),
 }
 DISTRIBUTIONS = {"Crypto": "pycryptodome", "dp_accounting": "dp-accounting", "liger_kernel": "liger-kernel"}
 """Package -> its name for pip, where that is another."""
@@ -76,19 +77,20 @@ def command(as_json: JsonOption = False) -> None:
 
 def diagnose() -> Iterator[Finding]:
     """Yields a finding for every package, extra and property of the machine that matters."""
+    if util.find_spec("torch"):
+        yield from _device()
+        yield _kernels()
+        yield _cores()
+    yield _memory()
     yield Finding("python", platform.python_version())
     for package in REQUIRED:
         yield _package(package)
     for extra, (packages, loss) in EXTRAS.items():
         yield _extra(extra, packages, loss)
     if util.find_spec("torch"):
-        yield from _device()
-        yield _kernels()
-        yield _cores()
         yield from _plugins()
     if util.find_spec("flwr"):
         yield from _flower()
-    yield _memory()
     yield _write_access()
 
 
@@ -132,7 +134,8 @@ def _plugins() -> Iterator[Finding]:
         usable = [
             one.name if one.origin == "fedguild" else f"{one.name} ({one.origin})" for one in checked if not one.fault
         ]
-        yield Finding(kind.group.rpartition(".")[2].replace("_", " "), ", ".join(usable))
+        if usable:
+            yield Finding(kind.group.rpartition(".")[2].replace("_", " "), ", ".join(usable))
         for one in checked:
             if one.fault:
                 yield Finding(f"{kind.noun} {one.name}", one.origin, "problem", f"it cannot be used: {one.fault}")

@@ -12,7 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from fedguild.core.errors import ConfigError, nearest
+from fedguild.core.errors import ELSEWHERE, ConfigError, nearest
 
 Location = tuple[str | int, ...]
 
@@ -159,7 +159,8 @@ def _holds(settings: Any, location: Location) -> bool:
 def _hint(location: Location, schema: type[BaseModel]) -> str:
     """Returns the nearest known key: one of the same name elsewhere, else one of the key's own section."""
     section, key = _enclosing(location, schema)
-    elsewhere = [known for known in known_keys(schema) if known.rsplit(".", 1)[-1] == key]
+    names = {key, ELSEWHERE.get(key, key)} - set(section.model_fields)
+    elsewhere = [known for known in known_keys(schema) if known.rsplit(".", 1)[-1] in names]
     if elsewhere:
         return f"Did you mean '{elsewhere[0]}'?"
     prefix = dotted(location[:-1])

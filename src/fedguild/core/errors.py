@@ -7,7 +7,7 @@ without a traceback; library users catch `FedGuildError`.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
 class FedGuildError(Exception):
@@ -70,10 +70,37 @@ class StoppedError(FedGuildError):
     """The operator stopped the run."""
 
 
+ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(("bs", "per_device_train_batch_size", "train_batch_size"), "batch_size"),
+    **dict.fromkeys(("fit", "fine-tune", "finetune", "simulate", "start", "train"), "run"),
+    **dict.fromkeys(("fraction_fit", "fraction_train"), "client_fraction"),
+    **dict.fromkeys(("local_epochs", "num_train_epochs"), "epochs"),
+    **dict.fromkeys(("local_steps", "max_steps"), "steps"),
+    **dict.fromkeys(("lora_r", "lora_rank", "r"), "rank"),
+    **dict.fromkeys(("max_seq_len", "max_seq_length", "seq_len"), "max_length"),
+    **dict.fromkeys(("model_name_or_path", "name_or_path"), "path"),
+    **dict.fromkeys(("n_clients", "num_clients", "num_supernodes"), "clients"),
+    **dict.fromkeys(("num_rounds", "num_server_rounds", "n_rounds"), "rounds"),
+    "continue": "resume",
+    "eval": "evaluate",
+    "grad_accum": "gradient_accumulation_steps",
+    "grad_clip": "max_grad_norm",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "lr": "learning_rate",
+    "optim": "optimizer",
+    "target_modules": "targets",
+    "wd": "weight_decay",
+}
+"""A word of transformers, peft, TRL or Flower -> ours for the same."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Returns a hint with the known word nearest to `name` and the list of choices."""
+    """Returns a hint with the known word nearest to `name`, or ours for the same, and the list of choices."""
     choices = sorted(known)
-    close = difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
+    section, dot, last = name.rpartition(".")
+    ours = f"{section}{dot}{ELSEWHERE.get(last, last)}"
+    close = [ours] if ours in choices else difflib.get_close_matches(name, choices, n=1, cutoff=0.5)
     meant = f"Did you mean '{close[0]}'? " if close else ""
     return f"{meant}Known: {', '.join(choices)}."
 

@@ -105,7 +105,8 @@ class Plugins(Generic[T]):
         """
         known = [plugin for plugin in self.found() if plugin.name == name]
         if not known:
-            raise ConfigError(f"There is no {self.noun} '{name}'.", nearest(name, self))
+            installed = "One of another package is known once that is installed (docs/guides/plug-ins.md)."
+            raise ConfigError(f"There is no {self.noun} '{name}'.", f"{nearest(name, self)} {installed}")
         plugin = min(known, key=lambda candidate: bool(candidate.fault))
         hint = "" if plugin.origin == _root(self.package) else f"Repair or uninstall {plugin.origin}."
         if plugin.fault:

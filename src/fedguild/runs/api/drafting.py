@@ -159,7 +159,7 @@ def draft(answers: Answers, file: Path) -> str:
         "",
         "model:",
         f"  path: {_text(answers.model)}".ljust(34) + "# embedded, english, a hub id or a folder",
-        *([] if small else ["  dtype: bfloat16".ljust(34) + "# float32 on a CPU"]),
+        *([] if small else ["  dtype: auto".ljust(34) + "# bfloat16 on a GPU, float32 on a CPU"]),
         "",
         "data:",
         f"  dataset: {data.corpus}".ljust(34) + "# `instructions` reads conversations, instructions and text",
