@@ -103,3 +103,12 @@ def test_the_guide_shows_what_the_command_prints(invoke: Invoke) -> None:
         return [line.rstrip() for line in text.strip().splitlines() if "on this machine" not in line]
 
     assert lines(invoke(*arguments.split()).stdout) == lines(printed)
+
+
+def test_what_each_target_names_is_listed(invoke: Invoke) -> None:
+    """A hybrid model's Mamba layers are no MLP."""
+    shown = invoke("profile", "fedit/granite-4.0-h-tiny-dolly", "--examples", "10").stdout
+    rows = [line.split() for line in shown.partition("What method.targets can name")[2].splitlines()[2:]]
+    assert ["mixer", "72", "526", "M", "in_proj,", "out_proj"] in rows
+    assert ["mlp", "80", "189", "M", "input_linear,", "output_linear"] in rows
+    assert ["experts", "120", "6.04", "G", "gate_proj,", "up_proj,", "down_proj"] in rows

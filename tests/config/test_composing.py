@@ -122,6 +122,9 @@ def test_what_a_model_is_is_what_it_has(name: str) -> None:
     info = describe_config(path)
     assert part.content.get("active_experts", 0) == info.top_k
     assert ("moe" in part.words, "dense" in part.words) == (bool(info.moe), not info.moe)
+    assert ("softmax" in part.words) == (bool(info.moe) and {moe.routing for moe in info.moe} == {"softmax"})
+    assert ("unbiased" in part.words) == (bool(info.moe) and not any(moe.biased for moe in info.moe))
+    assert ("hybrid" in part.words) == any(linear.group == "mixer" for linear in info.linears)
     assert ("seq2seq" in part.words, "causal" in part.words) == (info.seq2seq is not None, info.seq2seq is None)
 
 
@@ -136,7 +139,10 @@ def test_budgets_have_at_most_the_experts_of_the_model() -> None:
     ("name", "told"),
     [
         ("guild/llama-dolly", "guild needs a mixture-of-experts model, which llama is not (LLaMA-7B, dense)."),
-        ("guild/llama-dolly", "guild runs on deepseek-v2-lite, english, olmoe, smollm2-moe, switch, tiny."),
+        (
+            "guild/llama-dolly",
+            "olmoe, qwen3-30b-a3b, qwen3-next, smollm2-moe, switch, tiny.",
+        ),
         ("fedprompt/switch-snli", "fedprompt needs a causal language model, which switch is not"),
         ("flame/tiny-task", "Did you mean 'flame/tiny-tasks'? Data sets: ag_news, alpagasus, "),
         ("flame/olmo-tasks", "Did you mean 'flame/olmoe-tasks'? Models: deepseek-v2-lite, english, "),

@@ -17,6 +17,10 @@ from fedguild.model.packaged import PACKAGED
 PARAMETERS = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v3": 671_026_404_352,
+    "glm-4.5-air": 106_852_245_504,
+    "gpt-oss-20b": 20_914_757_184,
+    "granite-4.0-h-small": 32_207_337_984,
+    "granite-4.0-h-tiny": 6_939_037_248,
     "llama-2-7b": 6_738_415_616,
     "llama-3.2-1b": 1_235_814_400,
     "llama-3.2-3b": 3_212_749_824,
@@ -28,6 +32,7 @@ PARAMETERS = {
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-next-80b-a3b": 79_674_391_296,
     "switch-base-16": 1_072_397_568,
 }
 
@@ -53,7 +58,7 @@ def test_a_known_model_has_its_published_size(name: str) -> None:
 
 def test_every_preset_names_a_known_model() -> None:
     paths = {model.content["model"]["path"] for model in axes().models.values()} - PACKAGED.keys()
-    unknown = sorted(path for path in paths if find_known(path) is None)
+    unknown = sorted(path for path in paths if find_known(path) is None and not path.startswith("models/"))
     assert not unknown, f"Add the sizes of {', '.join(unknown)} to model/known."
 
 

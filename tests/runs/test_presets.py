@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedguild.client.budget import ClientInfo
 from fedguild.config import Config, axes, load_config, presets
@@ -23,6 +24,7 @@ from fedguild.runs.setup import budgets_of, check_config, fitted, prepare_data
 from fedguild.server import checkpoint
 from tests.data.writing import write_csv, write_json, write_jsonl
 from tests.runs.runs import save_model
+from tests.undescribed import plain
 
 pytestmark = pytest.mark.usefixtures("small_english")
 
@@ -56,6 +58,12 @@ STAND_INS = {
     "meta-llama/Llama-3.2-3B": "llama",
     "mistralai/Mistral-7B-v0.3": "llama",
     "Qwen/Qwen2.5-0.5B": "qwen2",
+    "Qwen/Qwen3-30B-A3B": "qwen3_moe",
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": "qwen3_next",
+    "ibm-granite/granite-4.0-h-small": "granite small",
+    "ibm-granite/granite-4.0-h-tiny": "granite tiny",
+    "openai/gpt-oss-20b": "gpt_oss",
+    "zai-org/GLM-4.5-Air": "glm4_moe",
     "models/smollm2-135m": "llama",
     "models/smollm2-moe": "qwen2_moe",
 }
@@ -162,6 +170,21 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "switch": save_model(folder / "switch", "switch", num_experts=16),
         "olmo": save_model(folder / "olmo", "olmo", num_hidden_layers=1),
         "qwen2": save_model(folder / "qwen2", "qwen2", num_hidden_layers=1),
+        "qwen3_moe": save_model(
+            folder / "qwen3_moe", "qwen3_moe", num_experts=16, num_experts_per_tok=8, num_hidden_layers=1
+        ),
+        **{
+            name: save_model(
+                folder / name, family, plain, dtype=torch.float32, num_experts_per_tok=active, **{number: 16}
+            )
+            for name, family, active, number in (
+                ("qwen3_next", "qwen3_next", 10, "num_experts"),
+                ("granite small", "granitemoehybrid", 10, "num_local_experts"),
+                ("granite tiny", "granitemoehybrid", 6, "num_local_experts"),
+                ("gpt_oss", "gpt_oss", 4, "num_local_experts"),
+                ("glm4_moe", "glm4_moe", 8, "n_routed_experts"),
+            )
+        },
         "qwen2_moe": save_model(
             folder / "qwen2_moe", "qwen2_moe", num_experts=32, num_experts_per_tok=8, num_hidden_layers=1
         ),

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING
 from rich.console import RenderableType
 from rich.table import Table
 
+from fedguild.model.targets import named_targets
 from fedguild.report.units import byte_count, duration, flops, si
 
 if TYPE_CHECKING:
     from fedguild.measuring.costs.profile import Profile
     from fedguild.measuring.costs.published import Comparison
     from fedguild.measuring.costs.tiers import Direction, TierProfile
+    from fedguild.model.info import ModelInfo
     from fedguild.server.method import ServerCosts
 
 VARIES = {
@@ -24,7 +26,7 @@ VARIES = {
 
 
 def tables(profile: Profile) -> Iterator[RenderableType]:
-    """Yields a profile's tables: tiers, traffic, memory, server."""
+    """Yields a profile's tables: tiers, traffic, memory, server, targets."""
     work = profile.workload
     yield (
         f"{profile.method} on {profile.model.name}: {work.examples} examples a client, {work.tokens} tokens a pass in "
@@ -38,7 +40,9 @@ def tables(profile: Profile) -> Iterator[RenderableType]:
     yield ""
     yield _server(profile)
     if profile.server.entry.note:
-        yield f"\n{profile.server.entry.note}\n"
+        yield f"\n{profile.server.entry.note}"
+    yield ""
+    yield _targets(profile.model)
 
 
 def _tiers(profile: Profile) -> Table:
@@ -138,6 +142,21 @@ def _memory(profile: Profile) -> Table:
                 "yes" if row.checkpointing else "no",
                 *(byte_count(size) for size in (*sizes, estimate.total_bytes)),
             )
+    return shown
+
+
+def _targets(model: ModelInfo) -> Table:
+    """Returns what each target names in the model; where routers and experts cannot be one, a row says so."""
+    shown = _table(f"What method.targets can name in {model.name}")
+    for name in ("target", "weights", "parameters", "names"):
+        shown.add_column(name, justify="left" if name in ("target", "names") else "right", overflow="fold")
+    for named in named_targets(model):
+        names = "" if named.target == "router" else ", ".join(named.leaves)
+        shown.add_row(named.target, str(named.weights), si(named.parameters), names)
+    if model.undescribed:
+        frozen = sum(moe.expert_parameters + moe.router_parameters for moe in model.undescribed)
+        reason = f"frozen: the family '{model.family}' has no description"
+        shown.add_row("router and experts", str(len(model.undescribed)), si(frozen), reason)
     return shown
 
 

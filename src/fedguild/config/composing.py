@@ -179,7 +179,12 @@ def find_preset(name: str) -> Preset | None:
     return found if variant in ("", *found.variants) else None
 
 
-_NEEDS = {"moe": "a mixture-of-experts model", "causal": "a causal language model"}
+_NEEDS = {
+    "moe": "a mixture-of-experts model",
+    "softmax": "a model that routes by softmax",
+    "unbiased": "a model whose experts have no biases",
+    "causal": "a causal language model",
+}
 
 
 def unknown_preset(name: str) -> ConfigError:

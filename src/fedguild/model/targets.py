@@ -7,8 +7,12 @@ every expert). Routers and experts of a family without a description are no targ
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import get_args
+
 from fedguild.core.errors import ConfigError
-from fedguild.model.info import LinearInfo, ModelInfo, MoeInfo
+from fedguild.model.info import Group, LinearInfo, ModelInfo, MoeInfo
 
 MOE_TARGETS = ("router", "experts")
 
@@ -68,6 +72,38 @@ def fitting_targets(model: ModelInfo, defaults: tuple[str, ...]) -> tuple[str, .
         return defaults
     mixing = "attention" if any(each.group == "attention" for each in model.linears) else "mixer"
     return (linear if linear and known.issuperset(linear) else (mixing,)) + moe
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a target names in a model.
+
+    Attributes:
+        target: A group of linear layers, `router` or `experts`.
+        weights: Number of weights: a matrix of each linear layer, of every projection of all experts of a layer.
+        leaves: The leaf names of its weights, each of which is a target by itself if they are linear layers.
+        parameters: The parameters of its weights.
+    """
+
+    target: str
+    weights: int
+    leaves: tuple[str, ...]
+    parameters: int
+
+
+def named_targets(model: ModelInfo) -> list[Named]:
+    """Returns every target that names something in a model, in the order attention, mixer, mlp, router, experts."""
+    found: dict[str, dict[str, int]] = {target: {} for target in (*get_args(Group), *MOE_TARGETS)}
+    for linear in model.linears:
+        found[linear.group][linear.name] = linear.inputs * linear.outputs
+    for moe in model.moe:
+        for target in MOE_TARGETS:
+            found[target].update({name: math.prod(shape) for name, shape in _moe_shapes(moe, (target,)).items()})
+    return [
+        Named(target, len(sizes), tuple(dict.fromkeys(map(leaf, sizes))), sum(sizes.values()))
+        for target, sizes in found.items()
+        if sizes
+    ]
 
 
 def leaf(name: str) -> str:
