@@ -23,6 +23,7 @@ _MODULES = {
     "compare": "runs.api.comparing",
     "evaluate": "runs.api.runs",
     "export_model": "runs.api.models",
+    "inspect_data": "runs.api.looking",
     "load_comparison": "runs.api.comparing",
     "load_model": "runs.api.models",
     "load_run": "runs.results",

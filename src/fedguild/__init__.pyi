@@ -1,6 +1,7 @@
 from fedguild.core.errors import FedGuildError as FedGuildError
 from fedguild.runs.api.comparing import compare as compare
 from fedguild.runs.api.comparing import load_comparison as load_comparison
+from fedguild.runs.api.looking import inspect_data as inspect_data
 from fedguild.runs.api.looking import partition as partition
 from fedguild.runs.api.looking import premise as premise
 from fedguild.runs.api.looking import profile as profile

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 import fedguild
 from fedguild.cli import (
     compare,
+    data,
     doctor,
     evaluate,
     export,
@@ -127,6 +128,7 @@ for module in (
     resume,
     compare,
     sweep,
+    data,
     partition,
     profile,
     premise,

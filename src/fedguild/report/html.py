@@ -17,6 +17,7 @@ from markupsafe import Markup
 from fedguild import __version__
 from fedguild.core.errors import CheckpointError
 from fedguild.core.files import write_text
+from fedguild.data.view import DataView
 from fedguild.measuring.log.folder import Run, load_run
 from fedguild.measuring.log.index import (
     COMPARISON_FILE,
@@ -132,6 +133,42 @@ def write_index(folder: Path) -> Path:
             "Give the folder that `fedguild run` wrote, or one with such folders in it, for example runs.",
         )
     return _write(folder / INDEX_FILE, "index.html.j2", _index_page(folder, found))
+
+
+def write_data(view: DataView, path: Path, title: str) -> Path:
+    """Writes the page of a data set's view, and returns its path."""
+    labels = list(view.labels.items())
+    bars = (
+        ("Lengths", [(f"{bar.first} to {bar.last} tokens", bar.count) for bar in view.histogram()]),
+        ("Labels", labels),
+    )
+    return _write(
+        path,
+        "data.html.j2",
+        {
+            "title": Path(title).name,
+            "facts": data_facts(view),
+            "sentences": view.sentences(),
+            "texts": view.shown,
+            "bars": [
+                (heading, [(name, count, 100 * count / max(one for _, one in rows)) for name, count in rows])
+                for heading, rows in bars
+                if rows
+            ],
+        },
+    )
+
+
+def data_facts(view: DataView) -> list[str]:
+    """Returns the figures of a data set's view, a phrase each."""
+    tokens = sum(view.lengths)
+    return [
+        *([view.layout] if view.layout else []),
+        f"{view.train} training and {view.test} test examples",
+        *([f"{tokens} tokens, {view.learned} of them learned"] if tokens else []),
+        *([f"{min(view.lengths)} to {max(view.lengths)} tokens a text"] if tokens else []),
+        f"{len(view.labels)} labels",
+    ]
 
 
 def run_figures(run: Run) -> dict[str, Svg]:

@@ -148,6 +148,12 @@ def locate(given: str | Sequence[str], default: HubDataset | None = None) -> Pat
     return hub
 
 
+def is_data(given: str) -> bool:
+    """Whether a text names data on this machine: a table, a pattern of tables, or a folder."""
+    path = Path(given).expanduser()
+    return is_here(given) and (not path.is_file() or kind_of(path) is not None)
+
+
 def is_here(given: str | Sequence[str] | None) -> bool:
     """Whether a source is on this machine."""
     if given is None:

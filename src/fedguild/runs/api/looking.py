@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from fedguild.core.errors import ConfigError, DataError
+from fedguild.core.errors import ConfigError, DataError, ModelError
 from fedguild.runs.api.inputs import gather
 from fedguild.runs.results import Costs, Partition
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedguild.config.loading import Given, Override
     from fedguild.core.progress import Progress
     from fedguild.data.batches import Cut
+    from fedguild.data.view import DataView
     from fedguild.measuring.scores.premise import Premise
     from fedguild.runs.api.inputs import Dataset
     from fedguild.runs.api.inputs import Partition as GivenPartition
@@ -123,6 +124,57 @@ def partition(
         data = prepare_data(settings, Path(folder), given.data)
     budgets = [tier.name for tier in settings.federation.budget_per_client()]
     return Partition(data, budgets, dropped_of(data, settings), _cut(settings, data))
+
+
+def inspect_data(
+    config: Given | None, *overrides: Override, dataset: Dataset | None = None, examples: int = 3
+) -> DataView:
+    """Returns what a config makes of its data, before any model is loaded: only its tokenizer is.
+
+    Args:
+        config: As in `run`; None to look at `dataset` without a config, as it is and not partitioned.
+        overrides: As in `run`.
+        dataset: As in `run`.
+        examples: How many training texts to show token by token.
+
+    Raises:
+        FedGuildError: the config is wrong, the data cannot be read, or the chat template cannot write it.
+
+    Examples:
+        >>> import fedguild
+        >>> messages = [{"role": "user", "content": "Say hi."}, {"role": "assistant", "content": "Hi."}]
+        >>> view = fedguild.inspect_data(None, "data.chat_template=plain", dataset=[{"messages": messages}])
+        >>> "".join(piece.text for piece in view.shown[0] if piece.learned)
+        'Hi.<|endoftext|>'
+    """
+    import tempfile
+
+    from fedguild.config import load_config
+    from fedguild.data.rendering import PLAIN
+    from fedguild.data.view import view_of
+    from fedguild.model.packaged import PACKAGED
+    from fedguild.runs.setup import dropped_of, prepare_corpus, prepare_data, tokenizer_of
+
+    given = gather(dataset)
+    settings = given.config("fedit/tiny-tasks" if config is None else config, overrides)
+    with tempfile.TemporaryDirectory() as folder:
+        if given.data is not None:
+            given.data.write(Path(folder))
+        if config is None:
+            corpus, clients, dropped = prepare_corpus(settings, Path(folder)), [], None
+        else:
+            data = prepare_data(settings, Path(folder), given.data)
+            corpus, clients, dropped = data.corpus, data.clients, dropped_of(data, settings)
+    if config is None and settings.model.path in PACKAGED and settings.data.chat_template is None:
+        settings = load_config(settings, [f"data.chat_template={PLAIN}"])
+    try:
+        tokenizer = tokenizer_of(settings)
+    except ModelError:
+        if Path(settings.model.path).exists():
+            raise
+        tokenizer = None
+    longest = settings.data.max_length
+    return view_of(corpus, clients, corpus.dropped if dropped is None else dropped, tokenizer, longest, examples)
 
 
 def premise(

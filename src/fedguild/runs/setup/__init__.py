@@ -12,6 +12,7 @@ from fedguild.runs.setup.data import (
     data_sentences,
     dropped_of,
     encoded_texts,
+    prepare_corpus,
     prepare_data,
 )
 from fedguild.runs.setup.engines import make_engine
@@ -41,6 +42,7 @@ __all__ = [
     "method_record",
     "model_of",
     "prepare",
+    "prepare_corpus",
     "prepare_data",
     "require_examples",
     "require_split",

@@ -67,9 +67,24 @@ def prepare_data(config: Config, folder: Path | None = None, given: GivenData | 
     Raises:
         DataError: the data is missing, has the wrong columns, or leaves a client without examples.
     """
+    corpus = prepare_corpus(config, folder)
+    rng = numpy_rng(config.seed, "partition")
+    rule = config.data.partition
+    clients_wanted = config.federation.clients
+    if rule.scheme.startswith(GIVEN):
+        scheme = None if given is None else given.partition
+        parts = given_parts(corpus.train, clients_wanted, rng, scheme, folder)
+    else:
+        parts = partition(rule.scheme, corpus.train, clients_wanted, rng=rng, alpha=rule.alpha, minimum=rule.minimum)
+    clients = split_clients(corpus, parts, config.data.split, seed=config.seed)
+    return PreparedData(corpus, clients, partition_table(corpus.train, parts))
+
+
+def prepare_corpus(config: Config, folder: Path | None = None) -> Corpus:
+    """Loads the corpus of a config; arguments and errors as of `prepare_data`."""
     data = config.data
     options = checked_options(corpus_spec(data.dataset), data.options)
-    corpus = load_corpus(
+    return load_corpus(
         data.dataset,
         train=source(data.train, folder),
         test=source(data.test, folder),
@@ -80,16 +95,6 @@ def prepare_data(config: Config, folder: Path | None = None, given: GivenData | 
         special_tokens=data.special_tokens,
         **options,
     )
-    rng = numpy_rng(config.seed, "partition")
-    rule = data.partition
-    clients_wanted = config.federation.clients
-    if rule.scheme.startswith(GIVEN):
-        scheme = None if given is None else given.partition
-        parts = given_parts(corpus.train, clients_wanted, rng, scheme, folder)
-    else:
-        parts = partition(rule.scheme, corpus.train, clients_wanted, rng=rng, alpha=rule.alpha, minimum=rule.minimum)
-    clients = split_clients(corpus, parts, data.split, seed=config.seed)
-    return PreparedData(corpus, clients, partition_table(corpus.train, parts))
 
 
 def dropped_of(data: PreparedData, config: Config) -> dict[str, int]:

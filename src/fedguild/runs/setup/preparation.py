@@ -14,6 +14,7 @@ from fedguild.core.layout import MEMORY
 from fedguild.core.progress import Progress, Silent
 from fedguild.data.given import GivenData
 from fedguild.data.rendering import require_chat_template, set_chat_template
+from fedguild.data.view import duplicates_between
 from fedguild.measuring.scores.metrics import Metric, load_metrics
 from fedguild.model.backbone import Backbone, inspect_model, later_backbone, load_backbone, pick_device
 from fedguild.model.info import ModelInfo
@@ -90,6 +91,9 @@ def _read_data(
     require_room(config, generates=any(not example.choices for example in scored))
     for sentence in data_sentences(data.corpus, dropped_of(data, config)):
         progress.message(sentence)
+    leak = duplicates_between(data.corpus, data.clients).warning() if trains else ""
+    if leak:
+        progress.message(leak)
     return data
 
 
