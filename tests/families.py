@@ -6,7 +6,7 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from fedguild.model.backbone import Backbone, make_backbone
@@ -110,8 +110,11 @@ STACKED = frozenset(
 )
 """Families whose repositories on the hub have stacked experts; others have a linear layer for each."""
 DESCRIBED = tuple(
-    family.name for family in FAMILIES.found() if family.origin == "fedguild" and family.name != "switch_transformers"
+    family.name
+    for family in FAMILIES.found()
+    if family.origin == "fedguild" and family.name in CONFIG_MAPPING and family.name != "switch_transformers"
 )
+"""Those that the installed transformers has, without the encoder-decoder models."""
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:

@@ -26,7 +26,8 @@ from fedguild.model.adapters.soft_prompt import SoftPrompt
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Deployment
-from tests.backbones import random_adapter, tiny_backbone
+from tests import families
+from tests.backbones import MOE_FAMILIES, random_adapter, tiny_backbone
 
 PROMPTS = [[5, 9, 3, 7], [4, 8], [11, 6, 10]]
 EVERYWHERE = ("attention", "router", "experts")
@@ -57,7 +58,7 @@ def _own_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made(parts: tuple[AdapterPart, ...], family: str = "olmoe", active: int | None = 2) -> tuple[Backbone, Deployment]:
-    backbone = tiny_backbone(family)
+    backbone = tiny_backbone(family) if family in MOE_FAMILIES else families.tiny_backbone(family)
     backbone.tokenizer = None
     plan = AdapterPlan(parts, active)
     tensors = {name: value.float() for name, value in random_adapter(backbone.info, plan, seed=5).items()}
@@ -98,7 +99,7 @@ def test_plain_transformers_computes_and_generates_what_fedguild_does(label: str
     assert (plain - expected[1]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "hunyuan_v1_moe", "gpt_oss"])
 def test_other_families(family: str, tmp_path: Path) -> None:
     backbone, deployment = made(PARTS["modulated"], family)
     write_code(tmp_path / "model", backbone, deployment)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from packaging.version import parse
+from transformers import CONFIG_MAPPING
 
 from fedguild.core.errors import ModelError
 from fedguild.core.plugins import Plugins
@@ -105,6 +107,6 @@ def test_a_name_that_a_description_does_not_have_is_refused():
         Family(routing={"norm": True}).rule(None)
 
 
+@pytest.mark.skipif(parse(version("transformers")) < parse("5.23"), reason="older releases lack some families")
 def test_the_config_of_a_described_family_is_known_to_transformers():
-    for family in FAMILIES:
-        assert AutoConfig.for_model(family).model_type == family
+    assert set(FAMILIES) <= set(CONFIG_MAPPING)

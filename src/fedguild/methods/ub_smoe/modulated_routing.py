@@ -19,6 +19,7 @@ from fedguild.core.errors import ConfigError
 from fedguild.model.adapters.part import AdapterHost, AdapterPart, Standalone
 from fedguild.model.adapters.storage import Layout
 from fedguild.model.backbone import Backbone
+from fedguild.model.families import FAMILIES
 from fedguild.model.info import ModelInfo
 from fedguild.model.moe.routing import RoutingRule
 
@@ -90,8 +91,9 @@ class ModulatedRouting(AdapterPart):
         """Returns phi and the options for `standalone.py`; None for a capacity, which it does not count."""
         if any(layer.capacity is not None for layer in backbone.moe):
             return None
+        router = FAMILIES.load(backbone.info.family).router
         layers = {
-            layer.info.router: {
+            f"{layer.info.name}.{router}": {
                 "phi": f"{layer.info.name}.phi",
                 "renormalise": layer.rule.renormalise,
                 "scaling": layer.rule.scaling,
