@@ -67,7 +67,11 @@ def state_name(name: str) -> str:
 
 def refuse_old_names(settings: Mapping[str, Any], source: str, renamed: Mapping[str, str] = SETTINGS) -> None:
     """Raises ConfigError if settings have old names; the message lists each with the new one."""
-    told = [f"{source}: '{old}' is now called '{new}'" for old, new in renamed.items() if _has(settings, old)]
+    told = [
+        f"{source}: '{old}' is now called '{new}'"
+        for old, new in renamed.items()
+        if old.partition(".")[0] in settings and _has(settings, old)
+    ]
     if told:
         raise ConfigError("\n".join(told), "docs/reference/names.md lists the names that changed with 0.4.")
 

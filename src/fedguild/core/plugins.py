@@ -183,10 +183,12 @@ def _installed(group: str) -> Iterator[Found]:
 
     `entry_points` raises for all distributions if the file of one, even an unrelated one, cannot be parsed.
     """
-    first = {re.sub(r"[-_.]+", "-", each.name).lower(): each for each in reversed([*distributions()])}
-    for distribution in first.values():
-        if f"[{group}]" not in (distribution.read_text("entry_points.txt") or ""):
-            continue
+    present = [*distributions()]
+    offering = [each for each in present if f"[{group}]" in (each.read_text("entry_points.txt") or "")]
+    if not offering:  # names are read from the metadata of all distributions, which takes a tenth of a second
+        return
+    first = {re.sub(r"[-_.]+", "-", each.name).lower(): each for each in reversed(present)}
+    for distribution in (each for each in first.values() if each in offering):
         origin = f"{distribution.name} {distribution.version}"
         try:
             entries = distribution.entry_points.select(group=group)
