@@ -128,7 +128,8 @@ def _records(folder: Path) -> list[CellRecord]:
 
 def strays() -> list[Path]:
     """Returns the files of figures and of tables' pages that no recorded table has."""
-    pages = set(TABLE_PAGES.glob("*.md")) - {TABLE_PAGES / "index.md"} - table_pages().keys()
+    recorded = {TABLE_PAGES / _page_name(name) for name in _recorded_tables(RECORDS)}
+    pages = set(TABLE_PAGES.glob("*.md")) - {TABLE_PAGES / "index.md"} - recorded
     return sorted(set(FIGURES.glob("*.svg")) - _figures().keys() | pages)
 
 

@@ -243,8 +243,8 @@ def test_a_record_of_other_settings_is_found(tmp_path: Path, monkeypatch: pytest
     """Of a planned cell's config it counts; of another config, seed, row or table it does not."""
     records = tmp_path / "records"
     records.mkdir()
-    settings = ["evaluation.every=4"]
-    (records / "plan.yaml").write_text(yaml.safe_dump({"flame/table-2-tiny": {"seeds": [0], "settings": settings}}))
+    settings = ("evaluation.every=4",)
+    (records / "plan.yaml").write_text(yaml.safe_dump({"flame/table-2-tiny": {"seeds": [0], "settings": [*settings]}}))
     monkeypatch.setattr(recording, "RECORDS", records)
     (plan,) = recording.plans()
     column = next(iter(plan.table.columns))

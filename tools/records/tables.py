@@ -24,10 +24,10 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,7 @@ class Plan:
             given = [override.replace(DATA, str(self.data or DATA)) for override in of_column]
             cells = [self.cells_by_place[row, column] for row in rows]
             for cell in plan_grid(table_rows(cells), seeds, RUNS / folder, given).cells:
-                fingerprint = self.fingerprint(cell.config.name, column, cell.config.seed, overrides)
+                fingerprint = self.fingerprint(cell.config.name, column, cell.config.seed, tuple(overrides))
                 found.append(Planned(self.name, column, of_column, fingerprint, cell))
         return found
 
@@ -266,9 +266,10 @@ class Plan:
         """Returns the settings of a run that tries a value."""
         return (*self.overrides, "evaluation.split=validation", f"{self.settings['choose']['setting']}={value}")
 
-    def fingerprint(self, row: str, column: str, seed: int, overrides: Sequence[str]) -> str:
-        """Returns the fingerprint of a cell's config."""
-        return self.config(row, column, seed, overrides).fingerprint()
+    @cached_property
+    def fingerprint(self) -> Callable[[str, str, int, tuple[str, ...]], str]:
+        """Returns the fingerprint of a cell's config, given its row, its column, its seed and its settings."""
+        return cache(lambda row, column, seed, overrides: self.config(row, column, seed, overrides).fingerprint())
 
     def config(self, row: str, column: str, seed: int, overrides: Sequence[str]) -> Config:
         """Returns a cell's config, which is not held against its model."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -194,8 +194,13 @@ def _stored_values(model: ModelInfo, plan: AdapterPlan, dtype: torch.dtype) -> t
 
 
 def _largest_layer(model: ModelInfo, trained: Mapping[str, int]) -> int:
-    layers = [f"{moe.experts}." for moe in model.moe]
-    return max((sum(values for name, values in trained.items() if name.startswith(of)) for of in layers), default=0)
+    names = sorted(trained)
+    return max((sum(trained[name] for name in _below(names, moe.experts)) for moe in model.moe), default=0)
+
+
+def _below(names: Sequence[str], module: str) -> Sequence[str]:
+    """Returns those of sorted names that begin with a module's; a dot comes right before a slash."""
+    return names[bisect_left(names, f"{module}.") : bisect_left(names, f"{module}/")]
 
 
 def _update_bytes(trained: Mapping[str, int], slots: int, form: StepForm) -> int:
@@ -318,10 +323,10 @@ def _kept_activations(model: ModelInfo, plan: AdapterPlan) -> int:
     of its input projections, and its input if it has an adapter. A layer keeps two residuals and two normalised inputs.
     """
     linears = sum(linear.inputs + linear.outputs for linear in model.linears)
-    adapter = tuple(adapter_shapes(model, plan))
+    adapter = sorted(adapter_shapes(model, plan))
     experts = 0
     for moe in model.moe:
-        inputs = any(name.startswith(f"{moe.experts}.") for name in adapter)
+        inputs = bool(_below(adapter, moe.experts))
         experts += active_experts(moe, plan) * ((len(moe.projections) - 1) * moe.width + inputs * moe.hidden)
     experts += sum(active * (3 * width + model.hidden) for active, width in _undescribed_sizes(model))
     return linears + experts + 4 * model.layers * model.hidden
