@@ -1,4 +1,4 @@
-"""What a model folder may look like: each kind trains, or is refused before training with what to do."""
+"""Model folders of every kind: each trains, or is refused before training with what to do."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ def _check_router(family: Family, name: str, layer: MoeLayer, native: NativeLaye
     if (rest - rest[0]).abs().max() > FINE * logits.abs().max():
         raise ModelError(
             f"The logits of {type(router).__name__} of {native.path} are no linear function of its input with the "
-            f"weight that the family '{name}' names, {layer.info.router}.weight, so LoRA would not be what it says.",
+            f"weight that the family '{name}' names, {layer.info.router}.weight: LoRA would not be what it says.",
             "Correct the family's `router`, `projection` or `decoded`.",
         )
     differs = (expected - found).abs().amax(dim=1)
