@@ -83,6 +83,13 @@ def test_a_mendable_error_is_a_message_and_exit_code_2(invoke: Invoke) -> None:
     assert "Traceback" not in result.stderr
 
 
+def test_debug_shows_the_traceback(invoke: Invoke) -> None:
+    result = invoke("--debug", "run", "nowhere.yaml")
+    assert result.exit_code == 2
+    assert "Traceback" in result.stderr
+    assert "Error: There is no config file nowhere.yaml." in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "resume_with"),
     [

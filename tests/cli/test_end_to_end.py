@@ -58,6 +58,7 @@ def test_compare_trains_here_and_in_a_process_alike(invoke: Invoke) -> None:
     here_and_apart = [comparable(RunLog(Path(folder) / name / "seed-0").read()) for folder in ("here", "apart")]
     assert here_and_apart[0] == here_and_apart[1]
     assert f"{name} seed 0: round 1/1" in apart.stderr
+    assert Path("apart", name, "seed-0", "report.html").stat().st_size > 10_000, "a process writes what tests leave out"
     assert json.loads(apart.stdout)["reference"] == table["reference"]
 
 

@@ -245,6 +245,20 @@ def test_a_client_whose_trainer_is_killed_while_it_says_who_it_is_is_asked_again
     assert not lines.says("cannot take part")
 
 
+def test_a_client_that_comes_back_as_another_node_takes_part_again(config: Config, tmp_path: Path) -> None:
+    patient = changed(config, "federation", retries=3, rounds=3)
+    grid, trainers = federation(patient, tmp_path)
+
+    def move(reply: Message) -> Message:
+        last(grid).online = False
+        grid.nodes[202] = LoopbackNode(202, trainers[2].handle)
+        return reply
+
+    change_replies(last(grid), (1,), move)
+    serve_on(grid, patient, tmp_path)
+    assert not rounds_of(tmp_path)[-1].rejected
+
+
 REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
     "method": ({"methods": ["flame"]}, "the method 'fedit' is not among accept.methods (flame)"),
     "clients": ({"min_clients": 4}, "the uploads of only 3 client(s), below accept.min_clients of 4"),

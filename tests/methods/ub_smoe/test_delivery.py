@@ -18,7 +18,7 @@ from fedguild.model.backbone import Backbone
 from fedguild.runs import experiment
 from fedguild.server import checkpoint
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
-from tests.runs.runs import save_model, small_config
+from tests.runs.runs import Killed, assert_same, ended, kill_at, save_model, small_config
 
 WITHOUT = "training/without_pseudo_gradient"
 
@@ -145,3 +145,17 @@ def test_fp32_leaves_the_setting_alone(olmoe_backbone: Backbone) -> None:
     method, model = ub_smoe(), olmoe_backbone.info
     assert method.settings.fitted(model, 4, exact=True) is method.settings
     assert method.settings.fitted(model, 4, exact=False).send_pseudo_gradient == "always"
+
+
+@pytest.mark.long
+def test_a_killed_run_resumes_bit_by_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half the clients a round; killed in round 3, after one of them kept its memory of that round."""
+    half = ("federation.client_fraction=0.5", "federation.cohort_size=1", "evaluation.max_examples=2", "name=half")
+    config = small_config(save_model(tmp_path / "model"), *half, base="ub-smoe/tiny-tasks")
+    experiment.run(config, tmp_path / "whole")
+    with monkeypatch.context() as patch:
+        kill_at(patch, "fedguild.client.memory.ClientMemory.save", 5, after=True)
+        with pytest.raises(Killed):
+            experiment.run(config, tmp_path / "killed")
+    experiment.resume(tmp_path / "killed")
+    assert_same(ended(tmp_path / "killed"), ended(tmp_path / "whole"))
