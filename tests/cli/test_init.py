@@ -72,6 +72,16 @@ def test_a_file_is_looked_at(invoke: Invoke, tmp_path: Path) -> None:
     assert not Path("other.yaml").exists()
 
 
+def test_conversations_get_a_chat_template(invoke: Invoke, tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Name a bird."}, {"role": "assistant", "content": "Wren."}]
+    file = write_jsonl(tmp_path / "chats.jsonl", [{"messages": turns}] * 30)
+    result = invoke("init", "--yes", "--data", file, "--clients", 2)
+    assert result.exit_code == 0, result.output
+    assert "30 rows of chat messages (messages)" in result.stderr
+    data = load_config("fedguild.yaml").data
+    assert (data.chat_template, data.train_on, data.partition.scheme) == ("plain", "all_turns", "iid")
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

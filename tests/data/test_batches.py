@@ -60,6 +60,23 @@ def test_targets_are_the_response_tokens_of_each_slot() -> None:
     assert batch.to(torch.device("cpu")) is batch
 
 
+def test_what_is_skipped_is_read_and_not_predicted() -> None:
+    """Prompt 5 6, answer 7 8, then 9 of the user, answer 3 1, and 4 after it; a text that is skipped from its start."""
+    rows = [[Encoded((5, 6, 7, 8, 9, 3, 1, 4), 2, ((4, 5), (7, 8)))], [Encoded((5, 6, 7), 0, ((0, 2),))]]
+    batch = collate(rows, pad_id=0)
+    assert batch.mask.sum(1).tolist() == [8, 3]
+    assert batch.targets.tolist() == [7, 8, 3, 1, 7]
+    assert batch.predict_at.tolist() == [1, 2, 4, 5, 8 + 1]
+    assert batch.group.tolist() == [0, 0, 0, 0, 1]
+    assert [row.response for (row,) in rows] == [(7, 8), ()]
+    assert [row.response_tokens for (row,) in rows] == [4, 1]
+    decoded = collate(rows[:1], 0, Seq2Seq(start=2, end=None))
+    assert decoded.input_ids.tolist()[0][:2] == [5, 6]
+    assert decoded.decoder_ids.tolist() == [[2, 7, 8, 9, 3, 1]]
+    assert decoded.targets.tolist() == [7, 8, 3, 1]
+    assert decoded.predict_at.tolist() == [0, 1, 3, 4]
+
+
 def test_an_epoch_visits_every_example_once() -> None:
     batches = epoch_order(10, 4, np.random.default_rng(3))
     assert [len(batch) for batch in batches] == [4, 4, 2]

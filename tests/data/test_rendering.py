@@ -1,6 +1,7 @@
 """Conversations as token ids: equal to transformers' own, and learned where transformers marks the assistant's text."""
 
 import json
+import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,28 @@ def test_a_conversation_is_what_transformers_writes_and_marks(name: str, case: s
     assert list(encoded.input_ids) == ids
     assert learned(encoded) == mask
     assert tokenizer_of(name).decode(encoded.input_ids[encoded.targets[-1]]) in FAMILIES[name].special
+
+
+FRAGMENTS = (
+    *("a", "Robin", " ", "\n", "assistant", "[/INST]", "### Assistant:\n", "<think>"),
+    *("</think>", "model\n", "鸟", "  x  ", "{{ x }}"),
+)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_no_token_of_a_prompt_is_learned_whatever_the_text(name: str):
+    """A token may be part of both the prompt and an answer that begins with a space; it is the prompt's."""
+    rng = random.Random(5)
+    for _ in range(12):
+        contents = ["".join(rng.choices(FRAGMENTS, k=rng.randint(1, 5))) + "." for _ in range(rng.choice((2, 4, 6)))]
+        example = conversation(messages_of(*contents))
+        ids, mask = oracle(name, example)
+        encoded = encode(replace(example, special_tokens="token"), tokenizer_of(name), LONG)
+        assert list(encoded.input_ids) == ids
+        ours = learned(encoded)
+        assert all(theirs >= own for theirs, own in zip(mask, ours, strict=True))
+        opened = 2 * (name == "deepseek-r1")  # the prompt for an answer opens its thought
+        assert sum(mask) - sum(ours) <= sum(content[0].isspace() for content in contents[1::2]) + opened
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if FAMILIES[name].tools])

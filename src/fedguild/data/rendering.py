@@ -29,8 +29,8 @@ PLAIN_TEMPLATE = (
     "{{ message.content }}\n\n{% endif %}{% endfor %}{% if add_generation_prompt %}### Assistant:\n{% endif %}"
 )
 _PRIVATE = "\ue000"
-_MARKS = ("xq0jx", "zw1vz")
-"""Two texts without a common first or last letter, which no template changes."""
+_MARKS = ("\ue001x\ue002", "\ue003z\ue004")
+"""Two texts without a common first or last letter, which no template changes and no data has."""
 
 Dicts = Sequence[Mapping[str, Any]]
 Span = tuple[int, int]

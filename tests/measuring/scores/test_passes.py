@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedguild.data.conversation import conversation
 from fedguild.data.example import Example
 from fedguild.measuring.costs.memory import cached_values, evaluation_batch_tokens, evaluation_bytes
 from fedguild.measuring.scores.batching import Item, token_batches
@@ -20,6 +21,8 @@ from fedguild.model.moe import view
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from tests.backbones import lora_plan, random_adapter, random_rows, tiny_backbone, tiny_model
+from tests.data.chat_templates import tokenizer_of
+from tests.data.test_rendering import messages_of
 
 TARGETS = ("attention", "router", "experts")
 
@@ -215,3 +218,14 @@ def test_olmoe_takes_a_tenth_of_the_decode_steps_on_an_h200():
     assert evaluation_batch_tokens(model, plan, dtype=torch.bfloat16, free=2**50, row_tokens=2**20) == 2**11 - 1
     half = evaluation_batch_tokens(model, plan, dtype=torch.bfloat16, free=2**30)
     assert 0.9 < half * evaluation_bytes(model, plan, dtype=torch.bfloat16) / 2**30 <= 1
+
+
+def test_an_answer_ends_where_its_turn_ends() -> None:
+    """The turn's end may be another token than the end of a text, and what follows it is no answer."""
+    tokenizer = tokenizer_of("gemma")
+    end = tokenizer.convert_tokens_to_ids("<end_of_turn>")
+    answer = tokenizer.encode("The nightingale.", add_special_tokens=False)
+    model = SimpleNamespace(generate=lambda prompts, _: [[[*answer, end, *answer] for _ in row] for row in prompts])
+    example = conversation(messages_of("Which bird sings?", "The nightingale."))
+    texts = generate_texts(model, [[example]], tokenizer, max_tokens=90, max_new_tokens=40, batch_tokens=200)
+    assert texts == [["The nightingale."]]
