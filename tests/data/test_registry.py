@@ -124,6 +124,18 @@ def test_a_fault_of_a_file_is_told_with_its_line_and_encoding(tmp_path: Path, na
     assert "Extra data" not in str(caught.value)
 
 
+def test_no_corpus_takes_a_list_or_a_fraction_for_a_text_or_a_label(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", row={**ROW, "response": ["Cat"]})
+    with pytest.raises(
+        DataError, match=r"Row 1 of .*a\.jsonl, column response: a list \(\['Cat'\]\)\.\nAccepted: text"
+    ):
+        load_corpus("dolly", train=path)
+    table = tmp_path / "b.jsonl"
+    table.write_text('{"text": "a", "label": 1.0}\n{"text": "b", "label": 1.9}\n')
+    with pytest.raises(DataError, match=r"Row 2 of .* has the label '1\.9'\.\nAccepted: a label from 0 to 3"):
+        load_corpus("ag_news", train=str(table))
+
+
 def test_a_byte_order_mark_is_no_part_of_a_column(tmp_path: Path):
     path = tmp_path / "a.csv"
     path.write_bytes("instruction,response\nSay it.,yes\n".encode("utf-8-sig"))

@@ -110,7 +110,7 @@ class Table:
     def index(self, number: int, value: Any, choices: int) -> int:
         """Returns `value` as an index below `choices`, or raises the row's error."""
         said = "" if _is_missing(value) else verbatim(value).strip()
-        index = int(said) if re.fullmatch(r"[+-]?\d+", said) else -1
+        index = int(float(said)) if re.fullmatch(r"[+-]?\d+(\.0*)?", said) else -1
         if not 0 <= index < choices:
             shown = "no label" if said in ("", "-1") else f"the label {value!r}"
             raise self.bad_row(
