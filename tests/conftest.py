@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import os
@@ -140,11 +141,7 @@ def pytest_collection_finish() -> None:
     for module in pkgutil.iter_modules(corpora.__path__, f"{corpora.__name__}."):
         importlib.import_module(module.name)
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Lets libraries find what they count as leaked else (Triton's)."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # not before pytest's own ten collections; Triton finds what it counts as leaked else
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -64,7 +64,8 @@ def test_sampling_without_replacement_costs_what_the_library_says() -> None:
     assert everybody == pytest.approx(plain, rel=1e-9)
 
 
-@pytest.mark.parametrize("probability", [1.0, pytest.param(0.1, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("probability", [1.0, 0.1])
 def test_little_noise_is_accounted_on_a_coarser_grid(probability: float) -> None:
     """It is within a ten-thousandth of what the grid of larger noise gives."""
     noise = COARSER_BELOW / 2
