@@ -200,6 +200,22 @@ def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
     show(table)
 
 
+@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation check union/client-000 union/server/run.yaml"))
+def check(
+    folder: SiteFolder,
+    config: Annotated[str, typer.Argument(metavar="CONFIG", help="The run's config.", show_default=False)],
+    overrides: OverridesArgument = None,
+) -> None:
+    """Say what a run's settings can reveal of a site's text, and whether the site accepts the run."""
+    from fedguild.config import load_config
+    from fedguild.federation.trainer import check_run
+
+    found, refusal = check_run(folder, load_config(config, overrides or ()))
+    typer.echo(str(found))
+    if refusal:
+        raise ConfigError(f"The site refuses this run: {refusal}.", f"Its limits are `accept` in {folder}/site.yaml.")
+
+
 @app.command(cls=ExampleCommand, epilog=_examples("fedguild federation settings"))
 def settings() -> None:
     """List every setting of site.yaml and server.yaml."""

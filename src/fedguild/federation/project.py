@@ -17,9 +17,11 @@ from fedguild.core.files import make_folder, write_text
 from fedguild.core.layout import client_name
 from fedguild.federation import templates
 from fedguild.federation.commands import write_app
+from fedguild.federation.exposure import rank_of
 from fedguild.federation.keys import write_key
 from fedguild.federation.site import SERVER_FILE, SITE_FILE
-from fedguild.runs.setup import check_config
+from fedguild.model.plan import trainable_shapes
+from fedguild.runs.setup import budgets_of, check_config, fitted, method_of, model_of
 from fedguild.runs.tracking import check_trackers
 from fedguild.server.sampling import quorum_count
 
@@ -27,6 +29,10 @@ FIRST_NODE_PORT = 9094
 CONTROL_PORT = 9444
 """Where the port next to the clients' is not free for everybody to use."""
 PEERS = "peers"
+MAX_LORA_RANK = 256
+"""Above this a tensor is trained in full, and has seldom as many tokens behind it as directions."""
+MAX_DECAY, MAX_RANK, MIN_LENGTH, MAX_DROPOUT = 0.1, 64, 64, 0.3
+"""A new site's limits on what an upload can reveal."""
 
 
 def write_project(
@@ -125,11 +131,38 @@ def _write_client(folder: Path, config: Config, index: int, address: str, own_da
             method=config.method.name,
             min_steps=config.training.steps or 1,
             min_batch=config.training.batch_size * config.training.gradient_accumulation_steps,
+            **_profile(config),
             min_scored=min(5, config.evaluation.max_examples or 5) if own_data else 1,
             min_clients=min(2, quorum_count(config.federation.wanted_uploads, config.federation.quorum)),
             secure=_accepted(config),
         ),
     )
+
+
+def _profile(config: Config) -> dict[str, object]:
+    """Returns the recommended limits on what an upload can reveal, wide enough for the run as it is set up."""
+    training, rank = config.training, _rank(config)
+    optimizers = dict.fromkeys(["adamw", "adam", training.optimizer])
+    told = rank is not None and rank <= MAX_LORA_RANK and config.privacy.unit == "none"
+    return {
+        "optimizers": ", ".join(optimizers),
+        "max_decay": max(MAX_DECAY, training.learning_rate * training.weight_decay),
+        "max_rank": "null" if rank is None else max(MAX_RANK, rank),
+        "min_tokens_per_rank": 1 if told else "null",
+        "min_length": min(MIN_LENGTH, config.data.max_length),
+        "max_dropout": max(MAX_DROPOUT, getattr(method_of(config).settings, "dropout", 0.0)),
+    }
+
+
+def _rank(config: Config) -> int | None:
+    """Returns the largest rank of a tensor that a run trains; None if the model cannot be described here."""
+    try:
+        info = model_of(config)
+        method = fitted(method_of(config), config, info)
+        plans = [method.plan(info, budget) for budget in budgets_of(config, info).values()]
+    except FedGuildError:
+        return None
+    return rank_of(shape for plan in plans for shape in trainable_shapes(info, plan).values())
 
 
 def _require_own(config: Config, clients: int) -> None:

@@ -55,6 +55,40 @@ class AcceptSettings(Section):
     min_examples: int = Field(
         default=2, ge=1, description="Minimum number of this site's examples that a round trains on."
     )
+    optimizers: tuple[Literal["adamw", "adam", "sgd"], ...] | None = Field(
+        default=None,
+        description="Optimizers that may train here; null: any. With sgd an upload is a sum of gradients, whose span "
+        "can tell the tokens of a step. An adam with an eps above 1e-4 counts as sgd.",
+    )
+    max_decay: float | None = Field(
+        default=None,
+        gt=0,
+        description="Largest training.learning_rate × training.weight_decay; at 1 an upload has the last step alone in "
+        "it. null: no limit.",
+    )
+    max_rank: int | None = Field(
+        default=None,
+        ge=1,
+        description="Largest rank that a trained tensor may have: LoRA's r, or the shorter side of a weight that is "
+        "trained in full; null: no limit.",
+    )
+    min_tokens_per_rank: float | None = Field(
+        default=None,
+        gt=0,
+        description="Fewest distinct tokens of this site's text behind an upload, as a multiple of that rank; below 1 "
+        "the tokens can be read from an upload that sgd has trained. null: no limit. `fedguild federation check` shows "
+        "it.",
+    )
+    min_length: int | None = Field(
+        default=None, ge=1, description="Smallest data.max_length, in tokens, to which texts are cut; null: no limit."
+    )
+    max_dropout: float | None = Field(
+        default=None, ge=0, lt=1, description="Largest dropout of the method (method.dropout); null: no limit."
+    )
+    frozen_factors: bool = Field(
+        default=True,
+        description="Whether a method may keep a factor of LoRA frozen, as FFA-LoRA its A, which the server knows.",
+    )
     min_scored: int = Field(
         default=5, ge=1, description="Minimum number of this site's held-out examples that a score is a mean over."
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from fedguild.client.privacy_rules import PrivacyRules
 from fedguild.core.errors import FedGuildError
 from fedguild.core.files import write_json
+from fedguild.federation.exposure import Exposure
 from fedguild.federation.flower.message import Message
 from fedguild.federation.site import AcceptSettings
 from fedguild.privacy.dp.accounting import Release, epsilon
@@ -109,6 +110,39 @@ class SitePolicy(AcceptSettings):
             return (
                 f"the run may aggregate the uploads of only {terms.aggregated} client(s), below accept.min_clients of "
                 f"{self.min_clients}"
+            )
+        return ""
+
+    def exposure_refusal(self, found: Exposure, *, freezes: bool = False, dropout: float = 0.0, length: int = 0) -> str:
+        """Returns why a run is refused for what its settings leave in an upload; empty if it is not.
+
+        Args:
+            freezes: Whether a factor of LoRA is frozen.
+            dropout: The method's dropout.
+            length: To how many tokens texts are cut; 0 for not at all.
+        """
+        if self.optimizers is not None and found.optimizer not in self.optimizers:
+            return (
+                f"the optimizer is {found.optimizer}, and accept.optimizers are {', '.join(self.optimizers) or 'none'}"
+            )
+        if self.max_decay is not None and found.decay > self.max_decay:
+            return (
+                f"learning_rate × weight_decay is {found.decay:g}, beyond accept.max_decay of {self.max_decay:g}: an "
+                "upload would hold the last steps alone"
+            )
+        if self.max_rank is not None and found.rank > self.max_rank:
+            return f"a trained tensor has the rank {found.rank}, beyond accept.max_rank of {self.max_rank}"
+        if self.min_length is not None and 0 < length < self.min_length:
+            return f"texts are cut to {length} tokens, below accept.min_length of {self.min_length}"
+        if self.max_dropout is not None and dropout > self.max_dropout:
+            return f"the method's dropout is {dropout:g}, beyond accept.max_dropout of {self.max_dropout:g}"
+        if freezes and not self.frozen_factors:
+            return "the method freezes a factor of LoRA, but accept.frozen_factors is false"
+        least = self.min_tokens_per_rank
+        if least is not None and found.tokens_per_rank < least:
+            return (
+                "too few distinct tokens are behind an upload for the rank of what is trained, below "
+                f"accept.min_tokens_per_rank of {least:g}: take a larger batch, a smaller rank or less weight decay"
             )
         return ""
 

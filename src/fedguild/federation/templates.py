@@ -52,6 +52,13 @@ accept:
   max_steps: 10000
   min_batch: {min_batch}
   min_examples: 2
+  # What an upload can reveal; `fedguild federation check FOLDER CONFIG` shows it for a run.
+  optimizers: [{optimizers}]
+  max_decay: {max_decay:g}
+  max_rank: {max_rank}
+  min_tokens_per_rank: {min_tokens_per_rank}
+  min_length: {min_length}
+  max_dropout: {max_dropout:g}
   min_scored: {min_scored}
   requests_per_round: 3
   leave: ["*"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
+from fedguild.config import Config
+from fedguild.federation.exposure import Exposure
 from fedguild.federation.flower import ipc
 from fedguild.federation.site import load_site
 from fedguild.federation.trainer_service import TrainerService
@@ -23,3 +26,14 @@ def run_trainer(folder: Path) -> None:
     print("Ready.", flush=True)
     parent = os.getppid()
     ipc.serve(service.work, service.handle, running=lambda: os.getppid() == parent)
+
+
+def check_run(folder: Path, config: Config) -> tuple[Exposure, str]:
+    """Returns what a run's settings leave in a site's uploads, and why the site refuses the run; empty if it does not.
+
+    Raises:
+        FedGuildError: the site's file, data or model has a fault, or the run does not fit the model.
+    """
+    site = load_site(folder)
+    with contextlib.chdir(folder):  # where the trainer runs, and so where the site's relative paths begin
+        return TrainerService(site, Path()).exposure(config)

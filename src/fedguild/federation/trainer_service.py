@@ -33,11 +33,13 @@ from fedguild.core.payload import Payload
 from fedguild.core.plugins import installed
 from fedguild.core.progress import Silent
 from fedguild.data import ClientData
+from fedguild.data.batches import Encoded
 from fedguild.data.rendering import encode as encode_example
 from fedguild.data.rendering import set_chat_template
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.local import LocalEngine
 from fedguild.engines.private import PrivateAnswers
+from fedguild.federation.exposure import Exposure, exposure
 from fedguild.federation.flower.engine import read_payload
 from fedguild.federation.flower.message import Message
 from fedguild.federation.schema import MessageKind, Request, ScoreRequest, SecureRequest, read_metadata
@@ -48,6 +50,7 @@ from fedguild.federation.sum_log import SumLog
 from fedguild.measuring.scores.metrics import load_metrics
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
+from fedguild.model.plan import adapter_shapes, trainable_shapes
 from fedguild.privacy.dp.accounting import IN_THE_CLEAR, epsilon
 from fedguild.privacy.dp.ledger import FILE as LEDGER
 from fedguild.privacy.dp.ledger import Ledger
@@ -69,7 +72,7 @@ from fedguild.runs.setup import (
     prepare_data,
 )
 from fedguild.server.engine import Engine, FilteredEngine, Task
-from fedguild.server.method import always_sent
+from fedguild.server.method import Method, always_sent
 from fedguild.server.sampling import quorum_count
 from fedguild.server.validation import check_received
 
@@ -328,6 +331,9 @@ class TrainerService:
                 "the server's config cannot be read here: is the same version of fedguild installed on both sides? "
                 f"({str(error).splitlines()[0]})"
             ) from error
+        return self._at_this_site(config)
+
+    def _at_this_site(self, config: Config) -> Config:
         data = self._data_config().data.model_copy(update={"max_length": config.data.max_length})
         return config.model_copy(update={"model": self.site.model, "data": data, "output": None})
 
@@ -371,10 +377,16 @@ class TrainerService:
         method = fitted(method, config, backbone.info)
         check_fit(method, config, backbone.info)
         tiers = budgets_of(config, backbone.info)
+        encoded = [encode_example(example, backbone.tokenizer, config.data.max_length) for example in client_data.train]
+        rules = rules_of(config)
+        if rules is None or rules.settings.is_central:  # else the upload has the site's noise in it
+            exposed, refusal = self._exposed(config, method, encoded)
+            print(exposed, flush=True)
+            _require_none(refusal)
         if not (self.work / "runs" / run / BOUND).exists():
             _require_none(self.policy.begin_refusal(_begun_within_a_day(self.work / "runs")))
         _bind(self.work / "runs" / run, config)
-        rules, examples = rules_of(config), len(client_data.train)
+        examples = len(client_data.train)
         if rules is None or rules.settings.is_central:
             self.ledger.add(LEDGER_NAME, f"{run}-{CLEAR}", IN_THE_CLEAR)
         said = examples if rules is None else rules.said_examples(examples)
@@ -392,12 +404,38 @@ class TrainerService:
             memory,
             Silent(),
         )
-        encoded = [encode_example(example, backbone.tokenizer, config.data.max_length) for example in client_data.train]
         engine = LocalEngine(
             backbone, {client.index: encoded}, config.local_training, memory, cohort_size=1, seed=config.seed
         )
         secure = self._secure_clients(run, config, experiment.budgets)
         return _Session(experiment, engine, run_secret(folder), RequestLog(folder / REQUESTS), rules, secure)
+
+    def exposure(self, config: Config) -> tuple[Exposure, str]:
+        """Returns what a run's settings leave in this site's uploads, and why the site refuses it; empty if not."""
+        config = self._at_this_site(config)
+        backbone = self._load_once(config)
+        method = fitted(method_of(config), config, backbone.info)
+        encoded = [encode_example(one, backbone.tokenizer, config.data.max_length) for one in self._client_data().train]
+        found, refusal = self._exposed(config, method, encoded)
+        return found, self._run_refusal(config) or refusal
+
+    def _exposed(self, config: Config, method: Method, encoded: Sequence[Encoded]) -> tuple[Exposure, str]:
+        info = self._load_once(config).info
+        budget = self._budget(config, budgets_of(config, info))
+        plan = method.plan(info, budget)
+        trained = trainable_shapes(info, plan)
+        found = exposure(
+            config.training,
+            steps_in_round(len(encoded), config.training),
+            (example.input_ids for example in encoded),
+            trained.values(),
+        )
+        return found, self.policy.exposure_refusal(
+            found,
+            freezes=trained.keys() != adapter_shapes(info, plan).keys(),
+            dropout=getattr(method.settings, "dropout", 0.0),
+            length=config.data.max_length,
+        )
 
     def _secure_clients(self, run: str, config: Config, budgets: Sequence[Budget]) -> SecureClients | None:
         """Returns the site's half of secure aggregation, with its key and those of its peers; None for a plain run."""
