@@ -14,6 +14,7 @@ from fedguild.core.errors import ConfigError, FedGuildError
 from fedguild.core.packing import unpack
 from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded
+from fedguild.engines import cohorts as cohorts_module
 from fedguild.engines import local
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.cohorts import FittingCohorts, Trained
@@ -82,6 +83,19 @@ def test_cohorts_keep_the_smaller_size_and_the_order():
             done += cohort
     assert done == list(range(11))
     assert tried == [8, 4, 2, 2, 2, 2, 2, 1]
+
+
+def test_cohorts_shrink_to_what_their_members_are_measured_to_take(monkeypatch):
+    """Room for 100 bytes; a member takes 20, then 50, then 10, in addition to the 7 that are in use."""
+    taken, peak = iter([20, 50, 10, 10, 10]), []
+    monkeypatch.setattr(cohorts_module, "used_bytes", lambda _: 7)
+    monkeypatch.setattr(cohorts_module, "peak_bytes", lambda _: peak[-1])
+    cohorts, tried = FittingCohorts(range(14), 6, torch.device("cpu"), room=100), []
+    for cohort in cohorts:
+        tried.append(len(cohort))
+        with cohorts.fitting():
+            peak.append(7 + next(taken) * len(cohort))
+    assert tried == [6, 5, 2, 1]
 
 
 ROWS = {0: [Encoded((5, 6, 7), 1), Encoded((9,), 0)], 3: [Encoded((1, 2), 2)], 7: []}

@@ -227,8 +227,12 @@ def test_clients_with_other_targets_train_in_other_cohorts(olmoe_backbone, flame
     assert kept_rounds(tmp_path) == {"client-001": ["round-00001.memory"]}
 
 
-@pytest.mark.parametrize(("room", "clients", "expected"), [(7.5, 100, 7), (7.5, 4, 4), (0.3, 100, 1), (0.0, 3, 1)])
-def test_auto_fills_its_share_of_the_free_memory(olmoe_backbone, room, clients, expected):
+@pytest.mark.parametrize(
+    ("room", "clients", "expected"), [(7.5, 100, 7), (7.5, 4, 4), (0.3, 100, 1), (0.0, 3, 1), (99.0, 100, 12)]
+)
+def test_auto_fills_its_share_of_the_free_memory(olmoe_backbone, monkeypatch, room, clients, expected):
+    """And on a CPU a number of tokens for each thread, beyond which more clients at once gain nothing."""
+    monkeypatch.setattr(cohorts.torch, "get_num_threads", lambda: 2)
     plan = AdapterPlan((Lora(4, 1.0, ("attention", "experts")),))
     need = memory(olmoe_backbone.info, plan, 640, dtype=torch.float32)
     one = need.total_bytes - need.weights_bytes

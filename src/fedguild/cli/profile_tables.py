@@ -37,6 +37,7 @@ def tables(profile: Profile) -> Iterator[RenderableType]:
     yield _traffic(profile)
     yield ""
     yield _memory(profile)
+    yield f"\n{_at_once(profile)}"
     yield ""
     yield _server(profile)
     if profile.server.entry.note:
@@ -143,6 +144,21 @@ def _memory(profile: Profile) -> Table:
                 *(byte_count(size) for size in (*sizes, estimate.total_bytes)),
             )
     return shown
+
+
+def _at_once(profile: Profile) -> str:
+    """Returns how many clients `federation.cohort_size: auto` trains at once, by what this machine has free now."""
+    from fedguild.engines.cohorts import clients_at_once, free_bytes
+    from fedguild.model.backbone import pick_device
+
+    device, most = pick_device("auto"), max(profile.tiers, key=lambda tier: tier.peak_memory.cohort_bytes).peak_memory
+    free = max(0, free_bytes(device) - most.weights_bytes)
+    fits = clients_at_once(most.cohort_bytes, profile.workload.tokens, free, device)
+    count = min(fits, profile.server.participants)
+    return (
+        f"federation.cohort_size=auto: {count} at once on this machine (estimate: {byte_count(most.cohort_bytes)} each "
+        f"for {profile.workload.tokens} tokens, in half of the {byte_count(free)} left)"
+    )
 
 
 def _targets(model: ModelInfo) -> Table:

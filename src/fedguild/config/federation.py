@@ -141,7 +141,9 @@ class FederationSettings(Section):
         "round that could pass it, and asks no client again beyond it. null: no limit.",
     )
     cohort_size: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
-        default="auto", description="Clients trained in one forward and backward pass; auto: as many as memory holds."
+        default="auto",
+        description="Clients trained in one forward and backward pass; auto: as many as fit half of the free memory, "
+        "and on a CPU 4,096 tokens a thread.",
     )
     wire_dtype: Literal["fp32", "bf16", "int8"] = Field(
         default="fp32",

@@ -6,6 +6,7 @@ Nothing here depends on where tasks come from or where uploads go.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from fedguild.config.training import TrainingSettings
 from fedguild.core.errors import FedGuildError
 from fedguild.core.payload import Payload
 from fedguild.engines.client_report import ClientReport
-from fedguild.engines.peak_memory import peak_bytes, reset_peak
+from fedguild.engines.peak_memory import peak_bytes, reset_peak, used_bytes
 from fedguild.measuring.costs.memory import PLAIN, StepForm, largest_cohort
 from fedguild.model import kernels
 from fedguild.model.backbone import Backbone
@@ -42,8 +43,10 @@ Member = TypeVar("Member")
 OnStep = Callable[[int, int, float], None]
 Private = Callable[[ClientInfo, int], DpSgd]
 
-MEMORY_SHARE = 0.6
-"""Share of the free memory that `auto` fills with clients."""
+MEMORY_SHARE = 0.5
+"""Share of the free memory that `auto` fills with clients, by the estimate and by what they are measured to take."""
+CPU_TOKENS = 4096
+"""Tokens of a pass for each thread of a CPU, beyond which `auto` adds no client: more at once gain no time there."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +191,8 @@ def most_tokens(lengths: Sequence[Sequence[int]], batch_size: int, *, packs: boo
 class FittingCohorts(Generic[Member]):
     """Splits members into cohorts; whenever a cohort does not fit the memory, the cohort size is halved permanently.
 
+    It also shrinks if a member is measured to take more than `room` allows.
+
         for cohort in cohorts:
             with cohorts.fitting():
                 ...  # train the cohort; if memory runs out, it comes again in smaller parts
@@ -195,10 +200,19 @@ class FittingCohorts(Generic[Member]):
     Args:
         splits: Whether a cohort that does not fit may be trained again in parts; not if other processes share its
             passes.
+        room: Bytes that a cohort may take; None for no limit.
     """
 
-    def __init__(self, members: Sequence[Member], size: int, device: torch.device, *, splits: bool = True) -> None:
-        self._splits = splits
+    def __init__(
+        self,
+        members: Sequence[Member],
+        size: int,
+        device: torch.device,
+        *,
+        splits: bool = True,
+        room: int | None = None,
+    ) -> None:
+        self._splits, self._room = splits, room
         self._left = list(members)
         self._cohort: list[Member] = []
         self._size = size
@@ -216,8 +230,12 @@ class FittingCohorts(Generic[Member]):
         Raises:
             FedGuildError: the device's memory is too small for one member, or for the cohort if it may not be split.
         """
+        before = used_bytes(self._device)
         try:
             yield
+            if self._room is not None:
+                taken = max(1, peak_bytes(self._device) - before)
+                self._size = max(1, min(self._size, self._room * len(self._cohort) // taken))
         except torch.OutOfMemoryError as error:
             if not self._splits:
                 raise FedGuildError(
@@ -286,6 +304,8 @@ def auto_cohort_size(
 ) -> int:
     """Returns how many clients to train at once: as many as fit `MEMORY_SHARE` of the free bytes.
 
+    On a CPU, they have no more tokens than `CPU_TOKENS` for each thread, unless one client has.
+
     Args:
         backbone: The loaded backbone, whose weights are not counted again.
         tokens: Tokens of one client's share of a forward pass, with the padding that is computed.
@@ -297,7 +317,7 @@ def auto_cohort_size(
         backbone.info,
         plan,
         tokens,
-        clients,
+        min(clients, _most_clients(tokens, backbone.device)),
         int(MEMORY_SHARE * free),
         dtype=backbone.dtype,
         moments=2 if settings is None else settings.moments,
@@ -305,6 +325,22 @@ def auto_cohort_size(
         beside=beside,
         form=form,
     )
+
+
+def clients_at_once(each: int, tokens: int, free: int, device: torch.device) -> int:
+    """Returns how many clients `auto` trains at once if each takes so many bytes and has so many tokens in a pass."""
+    return max(1, min(_most_clients(tokens, device), int(MEMORY_SHARE * free) // each))
+
+
+def _most_clients(tokens: int, device: torch.device) -> int:
+    if device.type != "cpu":
+        return sys.maxsize
+    return max(1, CPU_TOKENS * torch.get_num_threads() // tokens)
+
+
+def room_of(device: torch.device) -> int:
+    """Returns the bytes that a cohort may take."""
+    return int(MEMORY_SHARE * free_bytes(device))
 
 
 def free_bytes(device: torch.device) -> int:

@@ -24,6 +24,7 @@ from fedguild.engines.cohorts import (
     free_bytes,
     further_plan,
     plan_groups,
+    room_of,
     split_by_need,
     taken_before,
 )
@@ -38,7 +39,7 @@ class LocalEngine:
 
     Args:
         examples: Client index -> its training examples, encoded.
-        cohort_size: Clients in one forward and backward pass; `auto` for as many as memory holds.
+        cohort_size: Clients in one forward and backward pass; `auto` for as many as `auto_cohort_size` allows.
         on_step: Called after each optimizer step with the cohort's (steps done, total steps, mean loss).
         ledger: The changes to the backbone that were received; by default in a folder next to `memory`.
         private: Returns a client's DP-SGD in a round; None to train without.
@@ -93,7 +94,9 @@ class LocalEngine:
             planned, merges = [], {}
         with self.backbone.merged(merges):
             for members in plan_groups(planned):
-                cohorts = FittingCohorts(members, self._size(method, members), self.backbone.device)
+                device = self.backbone.device
+                room = room_of(device) if self.cohort_size == "auto" else None
+                cohorts = FittingCohorts(members, self._size(method, members), device, room=room)
                 for cohort in cohorts:
                     deadline = terms.deadline_seconds
                     if deadline is not None and time.monotonic() - started > deadline:

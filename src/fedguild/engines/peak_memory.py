@@ -7,6 +7,7 @@ import resource
 import sys
 from pathlib import Path
 
+import psutil
 import torch
 
 _STATUS = Path("/proc/self/status")
@@ -21,6 +22,13 @@ def reset_peak(device: torch.device) -> None:
         return
     with contextlib.suppress(OSError):
         _CLEAR.write_text(_RESET_PEAK)
+
+
+def used_bytes(device: torch.device) -> int:
+    """Returns the bytes that are in use now."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_allocated(device))
+    return int(psutil.Process().memory_info().rss)
 
 
 def peak_bytes(device: torch.device) -> int:
