@@ -33,12 +33,17 @@ PARAMETERS = {
     "qwen2.5-0.5b": 494_032_768,
     "qwen3-30b-a3b": 30_532_122_624,
     "qwen3-next-80b-a3b": 79_674_391_296,
+    "smollm2-135m": 134_515_008,
+    "smollm2-moe": 134_806_464,
     "switch-base-16": 1_072_397_568,
 }
 
 
 @pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Neither a network nor the folders that `make smollm2` writes."""
+    monkeypatch.chdir(tmp_path)
+
     def refuse(*_: object, **__: object) -> None:
         raise OSError("no network in this test")
 
