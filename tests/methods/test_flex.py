@@ -196,6 +196,7 @@ def test_experts_are_no_target() -> None:
         flex(targets=["attention", "experts"])
 
 
-def test_experts_with_biases_are_refused():
-    with pytest.raises(ModelError, match=r"has no biases, but the experts of tiny gpt_oss \(gpt_oss\) have"):
-        GraftedExpert(2, 1.0, 0.5).shapes(families.tiny_backbone("gpt_oss").info)
+@pytest.mark.parametrize("family", ["gpt_oss", "llama4_text"])
+def test_experts_with_biases_or_weighted_inputs_are_refused(family: str):
+    with pytest.raises(ModelError, match=rf"has no biases and a plain input, but the experts of tiny {family} "):
+        GraftedExpert(2, 1.0, 0.5).shapes(families.tiny_backbone(family).info)

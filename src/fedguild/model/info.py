@@ -62,6 +62,7 @@ class MoeInfo:
             are chosen), `biased` (a softmax, the experts chosen with a bias), or `sparsemixer`.
         layout: How transformers' own model stores the experts' matrices.
         biased: Whether the experts' projections have biases.
+        weighs_input: Whether a routing weight scales an expert's input and not its output; `top_k` is 1 then.
     """
 
     name: str
@@ -75,6 +76,7 @@ class MoeInfo:
     routing: Routing = "softmax"
     layout: ExpertLayout = ExpertLayout()
     biased: bool = False
+    weighs_input: bool = False
 
     @property
     def expert_parameters(self) -> int:

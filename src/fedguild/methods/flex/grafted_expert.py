@@ -59,13 +59,14 @@ class GraftedExpert(AdapterPart):
         """Returns the names above -> A [r, in], B [out, r], weight [1, H], bias [1], and source [].
 
         Raises:
-            ModelError: the model is dense, or its experts have biases.
+            ModelError: the model is dense, or its experts have biases or weighted inputs.
         """
         model.require_experts("A grafted expert")
-        if any(moe.biased for moe in model.moe):
+        if any(moe.biased or moe.weighs_input for moe in model.moe):
             raise ModelError(
-                f"A grafted expert has no biases, but the experts of {model.name} ({model.family}) have.",
-                "Choose a model whose experts have none.",
+                f"A grafted expert has no biases and a plain input, but the experts of {model.name} ({model.family}) "
+                "have biases or an input that is weighted by the router.",
+                "Choose another family, for example OLMoE, Mixtral or Qwen3-MoE.",
             )
         shapes: dict[str, tuple[int, ...]] = {}
         for moe in model.moe:

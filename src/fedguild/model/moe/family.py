@@ -102,6 +102,7 @@ class Family:
             projections=EXPERT_PROJECTIONS if getattr(experts, "has_gate", True) else EXPERT_PROJECTIONS[1:],
             layout=layout_of(experts),
             biased=bool(getattr(experts, "has_bias", False)),
+            weighs_input=self.weighs_input,
         )
 
     def rule(self, router: Any) -> RoutingRule:
@@ -192,8 +193,9 @@ def moe_layers(model: Any, family: Family, runtime: Runtime) -> list[MoeLayer]:
         experts, bias = block.experts, partial(family.selection_bias, block)
         kind = "biased" if rule.kind == "softmax" and bias() is not None else rule.kind
         info, frozen, added = replace(info, routing=kind), partial(family.frozen, experts), family.output_bias
-        given = (info, router, experts, frozen, rule, runtime, capacity, bias, partial(added, experts))
-        layers.append(MoeLayer(len(layers), *given, weighs_input=family.weighs_input))
+        layers.append(
+            MoeLayer(len(layers), info, router, experts, frozen, rule, runtime, capacity, bias, partial(added, experts))
+        )
     return layers
 
 

@@ -69,7 +69,6 @@ class MoeLayer:
         capacity: Largest number of tokens of a row that an expert takes, or None without a limit.
         selection_bias: Returns what is added to the scores for the choice alone, [M], or None.
         output_bias: Returns what each expert adds to its output, [M, H], or None.
-        weighs_input: Whether a routing weight scales an expert's input and not its output; k is 1 then.
         expert_lora: The factors of gate, up and down, stored as `run_experts` takes them, or None.
         expert_scale: [S, r] LoRA's scale of each slot's ranks, or None.
         expert_delta: [M, S, out, in] of every projection, each slot's change of the frozen weights, or None.
@@ -90,7 +89,6 @@ class MoeLayer:
     capacity: int | None = None
     selection_bias: Callable[[], Tensor | None] = lambda: None
     output_bias: Callable[[], Tensor | None] = lambda: None
-    weighs_input: bool = False
     expert_lora: tuple[Factors, ...] | None = None
     expert_scale: Tensor | None = None
     expert_delta: tuple[Tensor, ...] | None = None
@@ -120,7 +118,7 @@ class MoeLayer:
             routing = Routing(self.index, hidden, logits, weights, indices, slot, current.keep(logits.shape[0]))
             for observer in self.observers:
                 observer(routing)
-        if self.output_scale is not None and not self.weighs_input:
+        if self.output_scale is not None and not self.info.weighs_input:
             weights = weights * self.output_scale[slot][:, None]
         return logits, weights, indices
 
@@ -145,7 +143,7 @@ class MoeLayer:
         current = self.runtime.current
         assert current is not None
         weights = routing.weights
-        if self.output_scale is not None and not self.weighs_input:
+        if self.output_scale is not None and not self.info.weighs_input:
             weights = weights * self.output_scale[routing.slot][:, None]
         own = self.run(routing.hidden, routing.indices, weights)
         top_k = self.info.top_k
@@ -166,7 +164,7 @@ class MoeLayer:
             weights: With the output scale, unless they weigh the input.
             scaled: Whether the output scale applies where the weights are without it.
         """
-        if self.weighs_input:
+        if self.info.weighs_input:
             hidden, weights = hidden * weights.to(hidden.dtype), torch.ones_like(weights)
             if scaled and self.output_scale is not None and self.runtime.current is not None:
                 slot = self.runtime.current.slot_of_token(len(hidden), hidden.device)
