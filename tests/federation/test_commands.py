@@ -102,3 +102,18 @@ def test_a_clients_programs_are_started_and_ended(broken: str, guild: Path, monk
     names = ["trainer", "node"] if broken else ["trainer", "node", "executor"]
     assert own.started == names
     assert own.ended == names[::-1]
+
+
+def test_a_site_finds_the_files_of_the_config_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "b.jsonl", "chat.jinja"):
+        Path(name).write_text("{}")
+    settings = ("data.dataset=instructions", "data.train=[a.jsonl, b.jsonl]", "data.chat_template=chat.jinja")
+    write_project(tmp_path / "guild", 1, "fedit/tiny-tasks", settings)
+    data = load_site(tmp_path / "guild" / "client-000").data
+    assert data.train == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    assert data.chat_template == str(tmp_path / "chat.jinja")
+    template = "data.chat_template='{% for message in messages %}\n{{ message.content }}{% endfor %}'"
+    write_project(tmp_path / "text", 1, "fedit/tiny-tasks", [*settings[:1], "data.train=owner/name", template])
+    data = load_site(tmp_path / "text" / "client-000").data
+    assert (data.train, "{{ message.content }}" in str(data.chat_template)) == ("owner/name", True)

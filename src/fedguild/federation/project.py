@@ -112,9 +112,10 @@ def _write_client(folder: Path, config: Config, index: int, address: str, own_da
     data |= {"seed": config.seed, **shares}
     if own_data:
         data["partition"] = {"scheme": "iid"}
-    for key in ("train", "test"):
-        if data[key] is not None and Path(data[key]).exists():
-            data[key] = str(Path(data[key]).resolve())
+    for key in ("train", "test", "chat_template"):
+        several = isinstance(data[key], list)
+        found = [str(Path(one).resolve()) if _is_path(one) else one for one in (data[key] if several else [data[key]])]
+        data[key] = found if several else found[0]
     model = config.model.model_dump(mode="json")
     if Path(model["path"]).exists():
         model["path"] = str(Path(model["path"]).resolve())
@@ -163,6 +164,10 @@ def _rank(config: Config) -> int | None:
     except FedGuildError:
         return None
     return rank_of(shape for plan in plans for shape in trainable_shapes(info, plan).values())
+
+
+def _is_path(setting: str | None) -> bool:
+    return setting is not None and "\n" not in setting and Path(setting).exists()
 
 
 def _require_own(config: Config, clients: int) -> None:
