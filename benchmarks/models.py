@@ -72,7 +72,11 @@ def our_backbone(size: Size, dtype: torch.dtype = torch.float32, device: torch.d
 
 
 def our_step(
-    backbone: Backbone, batches: Sequence[Sequence[Encoded]], rank: int, targets: tuple[str, ...], active: int = 8
+    backbone: Backbone,
+    batches: Sequence[Sequence[Encoded]],
+    rank: int,
+    targets: tuple[str, ...],
+    active: int | None = 8,
 ) -> tuple[Callable[[], None], SlotModel]:
     """Returns one training step (forward, backward, AdamW) of all clients at once, and its model."""
     plan = AdapterPlan((Lora(rank, 2.0, targets),), active)
@@ -108,10 +112,15 @@ def peft_step(
         target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
         lora_dropout=0.0,
     )
-    model = get_peft_model(random_model(size, dtype, device), config)
+    return peft_step_of(random_model(size, dtype, device), config, batch)
+
+
+def peft_step_of(plain: Any, config: LoraConfig, batch: Sequence[Encoded]) -> Callable[[], None]:
+    """Returns one client's training step with peft on a model of transformers."""
+    model = get_peft_model(plain, config)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, weight_decay=0.0, fused=True)
-    ids = torch.tensor([row.input_ids for row in batch], device=device)
+    ids = torch.tensor([row.input_ids for row in batch], device=plain.device)
 
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
