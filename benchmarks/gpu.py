@@ -2,7 +2,7 @@
 
 Run: python benchmarks/gpu.py --output runs/bench-gpu (or make bench-gpu); --device cpu --small rehearses it.
 
-First of all the device must compute what a CPU does (`gpu_first.py`'s parity); otherwise nothing is measured.
+First of all the device must compute what a CPU does (`gpu_parity.py`'s parity); otherwise nothing is measured.
 
 Random weights in the layouts of OLMoE-1B-7B and Qwen3-30B-A3B, created on the device; clients of 128 to 8,192 tokens,
 one row each, 1 to 16 of them, with equal and with unequal budgets. Every case is an entry of `results.json`, written as
@@ -39,20 +39,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from gpu_first import Setting, parity
-from gpu_page import write_page
+from gpu_parity import Setting, frozen, parity
 from timing import add_device, bandwidth, machine, speed, wait
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from fedguild.client.optimizer import SlotOptimizer
 from fedguild.config.training import TrainingSettings
 from fedguild.core.files import write_text
-from fedguild.data.batches import Encoded, collate
+from fedguild.data.batches import Encoded, SlotBatch, collate
 from fedguild.engines.peak_memory import peak_bytes, reset_peak
 from fedguild.measuring.costs.flops import cost
 from fedguild.model import kernels
 from fedguild.model.adapters.lora import Lora
-from fedguild.model.backbone import Backbone, describe_architecture, make_backbone
+from fedguild.model.backbone import Backbone, describe_architecture
 from fedguild.model.info import ModelInfo
 from fedguild.model.known import find_known
 from fedguild.model.plan import AdapterPlan
@@ -185,6 +185,31 @@ def _cases(small: bool) -> Iterator[Case]:
         yield from (Case(layout.name, WITHOUT, min(TYPICAL_CLIENTS, max(clients)), size, EQUAL) for size in tokens)
 
 
+@dataclass
+class Training:
+    """Clients in one fused step."""
+
+    model: SlotModel
+    optimizer: SlotOptimizer
+    batch: SlotBatch
+    clients: int
+
+    def forward(self) -> Tensor:
+        """Returns the sum of the clients' mean losses; their rows are equally long."""
+        return self.model.token_losses(self.batch).view(self.clients, -1).mean(dim=1).sum()
+
+    def update(self) -> None:
+        """One update of all clients."""
+        self.optimizer.step([1e-4] * self.clients)
+
+    def step(self) -> None:
+        """One step of all clients."""
+        self.optimizer.zero_grad()
+        self.forward().backward()
+        self.optimizer.clip(1.0)
+        self.update()
+
+
 class Bench:
     """The results of one device, and the model that is loaded.
 
@@ -304,7 +329,7 @@ class Bench:
             self.unload()
             with self.kernels_of(case):
                 model = self.random_model(case)
-                self._model = make_backbone(model, None, name="random", gradient_checkpointing=True) if own else model
+                self._model = frozen(model, gradient_checkpointing=True) if own else model
             if case.system == PLAIN:
                 model.requires_grad_(False)
             if adapter is not None:
@@ -354,8 +379,14 @@ class Bench:
             if before is not None:
                 os.environ[kernels.VARIABLE] = before
 
-    def our_step(self, backbone: Backbone, case: Case) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Returns a fused step of all clients."""
+    def backbone(self, case: Case) -> Backbone:
+        """Returns the model of a case of ours, loaded."""
+        self.prepare(case)[2]()
+        backbone: Backbone = self._model
+        return backbone
+
+    def training(self, backbone: Backbone, case: Case) -> Training:
+        """Returns clients that are ready to train; close their model."""
         batch = collate([self.rows(case, client) for client in range(case.clients)], 0)
         model = SlotModel(backbone, case.plans())
         try:
@@ -365,16 +396,17 @@ class Bench:
         except BaseException:
             model.close()
             raise
+        return Training(model, optimizer, batch, case.clients)
+
+    def our_step(self, backbone: Backbone, case: Case) -> tuple[Callable[[], None], Callable[[], None]]:
+        """Returns a fused step of all clients."""
+        training = self.training(backbone, case)
 
         def step() -> None:
             with self.kernels_of(case), nullcontext() if case.recomputes else backbone.caching():
-                optimizer.zero_grad()
-                losses = model.token_losses(batch).view(case.clients, -1)
-                losses.mean(dim=1).sum().backward()
-                optimizer.clip(1.0)
-                optimizer.step([1e-4] * case.clients)
+                training.step()
 
-        return step, model.close
+        return step, training.model.close
 
     def their_step(self, model: Any, case: Case, info: ModelInfo) -> tuple[Callable[[], None], Callable[[], None]]:
         """Returns one client's step with peft, or a forward and backward pass of the frozen model."""
@@ -495,6 +527,8 @@ def main(arguments: list[str] | None = None) -> None:
     kept_minutes = min(SCRIPTS_MINUTES, given.minutes / 3) if scripts else 0.0
     bench.run([case for case in cases(given.small) if given.only in case.key], 60 * kept_minutes)
     bench.run_scripts(scripts)
+    from gpu_page import write_page  # it needs matplotlib, which gpu_session.py does without
+
     print(write_page(bench.results, given.output / "index.html"))
 
 

@@ -90,7 +90,7 @@ UNTRACED = frozenset(
         "runs/tracking/test_in_runs",
         "test_commands",
         "test_gpu_benchmark",
-        "test_gpu_first",
+        "test_gpu_session",
         "trust/test_fuzzing",
         "trust/test_poisoned_parts",
     )
