@@ -110,7 +110,7 @@ def test_faulty_uploads_are_left_out_and_the_run_goes_on(config, tmp_path, monke
         change_replies(last(grid), (number,), change)
     decoded_bytes: list[int] = []
     decode = engine.decode
-    monkeypatch.setattr(engine, "decode", lambda data, source: decoded_bytes.append(len(data)) or decode(data, source))
+    monkeypatch.setattr(engine, "decode", lambda data, *more: decoded_bytes.append(len(data)) or decode(data, *more))
     serve_on(grid, config, tmp_path)
     *faulty, honest = rounds_of(tmp_path)
     for record, (name, (_, reason)) in zip(faulty, faults.items(), strict=True):
