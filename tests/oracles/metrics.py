@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 
@@ -22,3 +23,17 @@ def gini(rates: Sequence[float]) -> float:
         for other in rates:
             total += abs(one - other)
     return total / (2 * len(rates) * sum(rates)) if sum(rates) else 0.0
+
+
+def rouge_l(prediction: str, reference: str) -> float:
+    """F-measure of the longest common subsequence of words, by the textbook recursion."""
+    said, meant = (re.findall(r"[a-z0-9]+", text.lower()) for text in (prediction, reference))
+    longest = [[0] * (len(meant) + 1) for _ in range(len(said) + 1)]
+    for i, word in enumerate(said):
+        for j, other in enumerate(meant):
+            longest[i + 1][j + 1] = longest[i][j] + 1 if word == other else max(longest[i][j + 1], longest[i + 1][j])
+    common = longest[-1][-1]
+    if not common:
+        return 0.0
+    precision, recall = common / len(said), common / len(meant)
+    return 2 * precision * recall / (precision + recall)
