@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 DEMO := runs/demo
 PYTEST_ARGS ?=
 
-.PHONY: demo test test-long lint types check docs docs-serve site tables tables-recorded smollm2 bench bench-gpu clean
+.PHONY: demo test test-long test-oldest test-newest lint types check docs docs-serve site tables tables-recorded smollm2 bench bench-gpu clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/fedguild compare flame/tiny-tasks fedit/tiny-tasks-ranks \
@@ -26,6 +26,26 @@ test: $(VENV)/.developer
 # Proofs that take minutes: many kills, other families over TLS. Before a release.
 test-long: $(VENV)/.developer
 	$(PYTEST) -n 2 -m long $(PYTEST_ARGS)
+
+# The core of the tests with the lowest versions that pyproject.toml allows, and with the newest that there are.
+CORE = tests/core tests/client tests/methods/test_matrix.py tests/methods/test_vocabulary.py
+TEST_PACKAGES = 'pytest>=9,<10' 'pytest-xdist>=3.8,<4' 'pytest-timeout>=2.4,<3' 'pytest-cov>=7,<8' 'peft>=0.21' nevergrad
+
+test-oldest: build/oldest/.ready
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n 2 -m "not long" $(CORE) $(PYTEST_ARGS)
+
+test-newest: build/newest/.ready
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 build/newest/bin/python -m pytest -n 2 -m "not long" $(CORE) $(PYTEST_ARGS)
+
+build/oldest/.ready: constraints-oldest.txt pyproject.toml
+	$(PYTHON) -m venv build/oldest
+	build/oldest/bin/pip install --quiet --constraint constraints-oldest.txt --editable . $(TEST_PACKAGES)
+	touch $@
+
+build/newest/.ready: pyproject.toml
+	$(PYTHON) -m venv build/newest
+	build/newest/bin/pip install --quiet --upgrade --editable . $(TEST_PACKAGES)
+	touch $@
 
 lint: $(VENV)/.developer
 	$(BIN)/ruff check .

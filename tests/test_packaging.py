@@ -6,11 +6,13 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
 import venv
 from pathlib import Path
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
 
 import fedguild
 
@@ -20,6 +22,17 @@ ROOT = Path(__file__).parents[1]
 def test_the_citation_and_the_changelog_have_the_version() -> None:
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text("utf-8"))["version"] == fedguild.__version__
     assert f"\n## [{fedguild.__version__}]" in (ROOT / "CHANGELOG.md").read_text("utf-8")
+
+
+def test_the_oldest_versions_are_the_floors() -> None:
+    """What is tested as the lowest version is what pyproject.toml allows, for every dependency."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    lines = (ROOT / "constraints-oldest.txt").read_text("utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for requirement in map(Requirement, project["dependencies"]):
+        (floor,) = (one.version for one in requirement.specifier if one.operator == ">=")
+        if requirement.name != "tokenizers":  # transformers says which
+            assert f"{pins[requirement.name]}.".startswith(f"{floor}."), requirement
 
 
 def test_the_hooks_run_what_ci_runs() -> None:
