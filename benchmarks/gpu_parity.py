@@ -1,4 +1,4 @@
-"""Whether a device computes what a CPU does: one layer of OLMoE's layout, losses and gradients of four unequal clients.
+"""Parity of a device with a CPU: one layer of OLMoE's layout, losses and gradients of four unequal clients.
 
 One of the clients has no data. In fp32 device and CPU must agree; in the asked dtype the values must be finite, and the
 differences are printed, for a rounded router may choose other experts.

@@ -172,7 +172,7 @@ def test_a_folder_that_is_refused_before_training(kind: str, tmp_path: Path, mon
 def test_a_text_with_a_token_that_has_no_row_is_refused(tmp_path: Path) -> None:
     folder = with_tokenizer(tmp_path / "model", lambda own: own.add_tokens([ADDED], special_tokens=True))
     with pytest.raises(ModelError, match=f"273 .*{ADDED}.* has no row in the model's embedding"):
-        train(folder, Example(f"Say {ADDED}.", " No.", "", ""))
+        train(folder, Example(f"Say {ADDED}.", " No.", "", "", special_tokens="token"))
 
 
 def test_a_gguf_file_has_the_models_weights(tmp_path: Path) -> None:

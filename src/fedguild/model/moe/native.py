@@ -61,7 +61,7 @@ class NativeLayer:
         passes: list[tuple[tuple[Tensor, ...], Any]] = []
         getattr(routed, router).register_forward_hook(lambda _, args, output: passes.append((args, output)))
         for tokens in (TOKENS, TOKENS_OF_EXPERTS):
-            routed(torch.randn(1, tokens, hidden, generator=rng))
+            routed(torch.randn(1, tokens, hidden, generator=rng, dtype=torch.float32))
         weight = next(block.experts.parameters())
         inputs = tuple(
             value.to(weight.device, weight.dtype if value.is_floating_point() else None) for value in seen.inputs
@@ -176,9 +176,9 @@ def _with_random_router(block: Any, router: str, rng: torch.Generator) -> tuple[
     """
     seen = _Seen()
     copied = {id(child): _Seen() for name, child in block.named_children() if name not in (router, "experts")}
-    twin: Any = copy.deepcopy(block, {**copied, id(block.experts): seen}).cpu().float()
+    twin: Any = copy.deepcopy(block, {**copied, id(block.experts): seen}).to("cpu", torch.float32)
     for tensor in (*twin.parameters(), *twin.buffers()):
         if tensor.is_floating_point():
-            values = torch.randn(tensor.shape, generator=rng)
+            values = torch.randn(tensor.shape, generator=rng, dtype=torch.float32)
             tensor.copy_(values / tensor.shape[-1] ** 0.5 if tensor.dim() > 1 else 0.3 * values)
     return twin, seen
