@@ -206,7 +206,7 @@ def test_the_command_line_takes_it(command: Command) -> None:
         ("run flame/tiny-task", "is neither a preset nor a config file"),
         ("run flame/tiny-tasks trainin.steps=3", "unknown key"),
         ("run flame/tiny-tasks --ouput x", "No such option"),
-        ("ran flame/tiny-tasks", "No such command"),
+        ("ran flame/tiny-tasks", "There is no command"),
         ("federation init union --client 3", "No such option"),
         ("compare flame/table-2 --rows flam", "flam"),
         ("methods flam", "no method"),

@@ -249,7 +249,7 @@ def test_what_cannot_be_given(settings: list[str], own_data: list[str], tmp_path
         fedguild.run(BASE, *settings, "callbacks=[early]", output=tmp_path / "run")
     with pytest.raises(ConfigError, match=r"must be a partition scheme, got 'idd'. Did you mean 'iid'"):
         fedguild.run(BASE, *settings, "data.partition.scheme=idd", output=tmp_path / "run")
-    with pytest.raises(DataError, match="lacks a column for: response"):
+    with pytest.raises(DataError, match="lacks a column for the response"):
         run(dataset=[{"instruction": "Say 1."}])
     assert not (tmp_path / "run" / "config.yaml").exists()
 
