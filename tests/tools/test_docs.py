@@ -18,6 +18,7 @@ from fedguild.config.table import ShippedTable
 from fedguild.core.errors import DataError
 from fedguild.measuring.log.folder import load_run
 from fedguild.methods import build_method
+from fedguild.model.families import FAMILIES
 from fedguild.model.packaged import packaged
 from fedguild.runs.api.launch import Launch
 from fedguild.runs.api.run_grid import Cell
@@ -416,3 +417,8 @@ def test_a_choice_near_chance_is_refused(spread, refused, tmp_path, monkeypatch,
     monkeypatch.setattr(recording.Planned, "record", lambda self: tmp_path / "recorded")
     recording.run(plan, 1, ["flame"])
     assert ("refused, its best value is within its spread" in capsys.readouterr().out) == refused
+
+
+def test_readme_names_the_number_of_families() -> None:
+    own = [family.name for family in FAMILIES.found() if family.origin == "fedguild"]
+    assert f"[{len(own)} families](docs/guides/real-models.md#" in (ROOT / "README.md").read_text("utf-8")
