@@ -30,7 +30,7 @@ def main() -> None:
     count = parser.parse_args().keys
     print(machine())
     with tempfile.TemporaryDirectory() as scratch:
-        write_project(Path(scratch) / "guild", 2, "flame/tiny-tasks", ["federation.clients=2"])
+        write_project(Path(scratch) / "guild", 2, "flame/tiny-tasks", ["federation.clients=2"], shared_data=True)
         folder = Path(scratch) / "guild" / "server"
         settings = load_server(folder).model_copy(update={"control_port": free_port()})
         nodes, state = folder / settings.nodes, folder / settings.state

@@ -75,7 +75,7 @@ def federate(config: Config, folder: Path) -> Path:
     written = folder / "run.yaml"
     written.write_text(config.resolved_yaml())
     ports = free_ports(1 + clients)
-    write_project(folder / "guild", clients, str(written), address=f"127.0.0.1:{ports[0]}")
+    write_project(folder / "guild", clients, str(written), address=f"127.0.0.1:{ports[0]}", shared_data=True)
     for index in range(clients):
         site = folder / f"guild/client-{index:03d}/site.yaml"
         site.write_text(yaml.safe_dump({**yaml.safe_load(site.read_text()), "port": ports[1 + index]}))

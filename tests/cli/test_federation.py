@@ -28,7 +28,9 @@ def call(*arguments: str) -> tuple[int, str]:
 @pytest.fixture(scope="module")
 def guild(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("federation") / "guild"
-    assert call("init", str(folder), "--clients", "2", "--config", "flame/tiny-tasks", "seed=7")[0] == 0
+    assert (
+        call("init", str(folder), "--clients", "2", "--config", "flame/tiny-tasks", "--shared-data", "seed=7")[0] == 0
+    )
     return folder
 
 
@@ -88,7 +90,7 @@ def test_init_keeps_control_on_a_port_of_its_own(port: int, control_port: int, t
         (("init", "{new}", "sed=1"), "unknown key 'sed'"),
         (("init", "{new}", "federation.clients=5"), "Give --clients 5 instead."),
         (("init", "{new}", "federation.engine.name=local"), "The engine of real clients is flower, not local."),
-        (("init", "{new}", "evaluation.pooled=true"), "which real clients do not have"),
+        (("init", "{new}", "evaluation.pooled=true"), "those never leave the client"),
         (("server", "{new}"), "fedguild federation init"),
         (("client", "{new}"), "fedguild federation init"),
         (("run", "{new}"), "fedguild federation init"),
@@ -172,8 +174,9 @@ def test_the_gateway_takes_its_settings(guild: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_init_with_data_of_their_own(tmp_path: Path) -> None:
-    status, _ = call("init", str(tmp_path / "g"), "--own-data", "data.dataset=alpaca", "data.train=own.json")
+    status, output = call("init", str(tmp_path / "g"), "data.dataset=alpaca", "data.train=own.json")
     assert status == 0
+    assert "Every client reads its own own.json (dataset alpaca) from its folder" in output
     site = load_site(tmp_path / "g" / "client-002")
     assert (site.data.shares, site.data.train) == (1, "own.json")
     assert not load_server(tmp_path / "g" / "server").server_evaluation

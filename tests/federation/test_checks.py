@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs o
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("federation") / "federation"
     port, node_port = free_ports(2)
-    write_project(folder, 2, "fedit/tiny-tasks", address=f"127.0.0.1:{port}")
+    write_project(folder, 2, "fedit/tiny-tasks", address=f"127.0.0.1:{port}", shared_data=True)
     site = folder / "client-000" / "site.yaml"
     site.write_text(site.read_text().replace("port: 9094", f"port: {node_port}"))
     return folder
@@ -225,6 +225,6 @@ def test_all_faults_are_named_at_once(copy: Path) -> None:
 
 def test_a_federation_that_a_method_does_not_suit_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as raised:
-        write_project(tmp_path / "federation", 1, "fedamole/tiny-tasks")
+        write_project(tmp_path / "federation", 1, "fedamole/tiny-tasks", shared_data=True)
     says(str(raised.value), "method.clients_per_expert", "1 client")
     assert not (tmp_path / "federation").exists()

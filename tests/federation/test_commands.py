@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs o
 @pytest.fixture(scope="module")
 def guild(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("federation") / "guild"
-    write_project(folder, 2, "fedit/tiny-tasks", address="127.0.0.1:9443")
+    write_project(folder, 2, "fedit/tiny-tasks", address="127.0.0.1:9443", shared_data=True)
     return folder
 
 
@@ -109,11 +109,13 @@ def test_a_site_finds_the_files_of_the_config_from_anywhere(tmp_path: Path, monk
     for name in ("a.jsonl", "b.jsonl", "chat.jinja"):
         Path(name).write_text("{}")
     settings = ("data.dataset=instructions", "data.train=[a.jsonl, b.jsonl]", "data.chat_template=chat.jinja")
-    write_project(tmp_path / "guild", 1, "fedit/tiny-tasks", settings)
-    data = load_site(tmp_path / "guild" / "client-000").data
-    assert data.train == [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
-    assert data.chat_template == str(tmp_path / "chat.jinja")
+    write_project(tmp_path / "guild", 1, "fedit/tiny-tasks", settings, shared_data=True)
+    folder = tmp_path / "guild" / "client-000"
+    data = load_site(folder).data
+    assert [(folder / name).resolve() for name in data.train] == [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    assert (folder / data.chat_template).read_text() == "{}"
     template = "data.chat_template='{% for message in messages %}\n{{ message.content }}{% endfor %}'"
-    write_project(tmp_path / "text", 1, "fedit/tiny-tasks", [*settings[:1], "data.train=owner/name", template])
+    given = [*settings[:1], "data.train=owner/name", template]
+    write_project(tmp_path / "text", 1, "fedit/tiny-tasks", given, shared_data=True)
     data = load_site(tmp_path / "text" / "client-000").data
     assert (data.train, "{{ message.content }}" in str(data.chat_template)) == ("owner/name", True)

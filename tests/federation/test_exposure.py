@@ -84,7 +84,7 @@ def test_a_new_site_gets_limits_that_fit_its_run(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.copyfile", lambda *_: None)
     overrides = ["training.optimizer=sgd", "training.weight_decay=0.5", "training.learning_rate=1", "method.rank=100"]
     for name, given in (("plain", []), ("wide", overrides)):
-        write_project(tmp_path / name, 2, "fedit/tiny-tasks", given)
+        write_project(tmp_path / name, 2, "fedit/tiny-tasks", given, shared_data=True)
         found = yaml.safe_load((tmp_path / name / "client-000/site.yaml").read_text())["accept"]
         accept = AcceptSettings.model_validate(found)
         assert accept.optimizers == (("adamw", "adam", "sgd") if given else ("adamw", "adam"))

@@ -47,7 +47,7 @@ class Guild:
     """A server's folder, with programs that stand for Flower's."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        write_project(folder, 2, "flame/tiny-tasks", ["federation.clients=2"])
+        write_project(folder, 2, "flame/tiny-tasks", ["federation.clients=2"], shared_data=True)
         self.folder, self.said = folder / "server", list[str]()
         self.state = self.folder / "state"
         self.listed, self.outcome, self.status = LISTED, json.dumps({"status": "done", "rounds": 1}), 0

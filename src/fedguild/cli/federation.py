@@ -36,8 +36,9 @@ def _examples(*lines: str) -> str:
     cls=ExampleCommand,
     epilog=_examples(
         "fedguild federation init union --clients 3 --config fedit/tiny-tasks",
-        "fedguild federation init union --clients 3 --own-data data.dataset=alpaca data.train=own.json",
+        "fedguild federation init union --clients 3 data.dataset=alpaca data.train=own.json",
         "fedguild federation init union --clients 5 --config flame/tiny-tasks --address guild.example.org:9443 seed=1",
+        "fedguild federation init demo --clients 3 --shared-data",
     ),
 )
 def init(
@@ -48,20 +49,27 @@ def init(
     address: Annotated[
         str, typer.Option("--address", help="Address at which clients reach the server, host:port.")
     ] = "127.0.0.1:9443",
-    own_data: Annotated[
+    shared_data: Annotated[
         bool,
         typer.Option(
-            "--own-data", help="Every client reads the config's data from its own folder; the server has none."
+            "--shared-data/--own-data",
+            help="Own data: every client reads a file in its folder, and the server has no data. Shared data: the "
+            "clients share the config's, as in a simulation, to try a federation on one machine.",
         ),
     ] = False,
 ) -> None:
     """Write a federation: the server's folder and one per client, with example certificates and keys."""
     from fedguild.federation.project import write_project
 
-    written = write_project(folder, clients, config, overrides or (), address=address, own_data=own_data)
+    written = write_project(folder, clients, config, overrides or (), address=address, shared_data=shared_data)
     note(
         f"A federation of {clients} clients that runs {written.name}; {folder / 'README.md'} explains how to start it."
     )
+    if not shared_data:
+        note(
+            f"Every client reads its own {written.data.train} (dataset {written.data.dataset}) from its folder; "
+            "--shared-data deals the config's data to the clients instead."
+        )
     typer.echo(folder)
 
 

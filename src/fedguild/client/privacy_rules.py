@@ -10,7 +10,7 @@ from fedguild.client.schedule import steps_in_round
 from fedguild.config.privacy import PrivacySettings
 from fedguild.config.training import TrainingSettings
 from fedguild.core.errors import ConfigError
-from fedguild.privacy.dp.accounting import Release, noise_for, require_library
+from fedguild.privacy.dp.accounting import Release, epsilon, noise_for, require_library
 from fedguild.privacy.dp.dp_sgd import DpSgd
 from fedguild.privacy.dp.noise import Noise
 
@@ -37,9 +37,23 @@ class PrivacyRules:
         """Checks the settings against each other, and that the privacy library is installed.
 
         Raises:
-            ConfigError: they do not fit each other.
+            ConfigError: they do not fit each other, no noise reaches the target epsilon, or one round would cost more
+                than the whole budget.
         """
         require_library()
+        self._check_sizes()
+        if self.by_size:
+            return  # how much noise and privacy a round takes follows from the clients' data
+        budget, first = self.settings.max_epsilon, epsilon([self.release(0)], self.settings.delta)
+        if budget is not None and first > budget:
+            raise ConfigError(
+                f"privacy.max_epsilon is {budget:g}, but one round costs an epsilon of {first:.3g} at delta "
+                f"{self.settings.delta:g}.",
+                "Raise privacy.noise_multiplier, or privacy.max_epsilon.",
+            )
+
+    def _check_sizes(self) -> None:
+        """Raises ConfigError if what follows from a client's number of examples is not public."""
         if self.settings.unit != "example" or self.sizes_are_public:
             return
         if self.settings.sample_rate is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.client
 import ipaddress
@@ -15,9 +16,10 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 
 from fedguild.config import load_config
-from fedguild.core.errors import ConfigError, FedGuildError
+from fedguild.core.errors import ConfigError, DataError, FedGuildError
 from fedguild.core.plugins import installed
-from fedguild.federation.site import ServerSettings, SiteSettings
+from fedguild.data.corpora.source import locate
+from fedguild.federation.site import SITE_FILE, ServerSettings, SiteSettings
 
 FLWR = ("1.41", "1.42")
 CONNECT_SECONDS = 5.0
@@ -119,6 +121,7 @@ def is_loopback(host: str) -> bool:
 def site_faults(folder: Path, site: SiteSettings) -> Iterator[Fault]:
     """Yields faults of a client's folder and machine, and of the connection to the server."""
     yield from version_faults()
+    yield from data_faults(folder, site)
     key, authority = folder / site.key, folder / site.ca_certificate
     if site.accept.secure and not any((folder / site.peers).glob("client-*.pub")):
         yield Fault(
@@ -136,6 +139,21 @@ def site_faults(folder: Path, site: SiteSettings) -> Iterator[Fault]:
             yield from _dates("The authority's certificate", authority)
         yield from connection_faults(site.server, authority)
     yield from port_faults("127.0.0.1", site.port, "port in site.yaml")
+
+
+def data_faults(folder: Path, site: SiteSettings) -> list[Fault]:
+    """Returns a fault for each source of a site's data that is not where its settings say."""
+    faults = []
+    for name in ("train", "test"):
+        if (given := getattr(site.data, name)) is None:
+            continue
+        try:
+            with contextlib.chdir(folder):
+                locate(given)
+        except DataError as error:
+            hint = f"Put this site's examples there, or change data.{name} in {folder / SITE_FILE}."
+            faults.append(Fault(error.message, hint))
+    return faults
 
 
 def connection_faults(server: str, authority: Path) -> Iterator[Fault]:

@@ -62,6 +62,11 @@ class Exposure:
         return f"What this setting can reveal: {facts}: the tokens of the text can be read from the upload."
 
 
+def counted_optimizer(training: TrainingSettings) -> str:
+    """Returns the optimizer that a site's limits are about: `sgd` also for an Adam whose eps makes it SGD."""
+    return "sgd" if training.eps > LARGEST_EPS else training.optimizer
+
+
 def exposure(
     training: TrainingSettings, steps: int, texts: Iterable[Sequence[int]], shapes: Iterable[Shape]
 ) -> Exposure:
@@ -74,14 +79,14 @@ def exposure(
         shapes: The shapes of the tensors that are uploaded.
     """
     decay = training.learning_rate * training.weight_decay
-    plain = training.optimizer == "sgd" or training.eps > LARGEST_EPS
-    kept = 1.0 if training.optimizer == "adam" and not plain else abs(1 - decay)
+    optimizer = counted_optimizer(training)
+    kept = 1.0 if optimizer == "adam" else abs(1 - decay)
     left = steps if kept >= 1 else 1 if kept <= LEFT else min(steps, math.ceil(math.log(LEFT) / math.log(kept)))
     batch = training.batch_size * training.gradient_accumulation_steps
     distinct = sorted({frozenset(text) for text in texts}, key=len)
     one, every = (len(frozenset().union(*some)) for some in (distinct[:batch], distinct))
     return Exposure(
-        "sgd" if plain else training.optimizer,
+        optimizer,
         decay,
         left,
         min(one * left, every),

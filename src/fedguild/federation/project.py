@@ -17,10 +17,13 @@ from fedguild.core.files import make_folder, write_text
 from fedguild.core.layout import client_name
 from fedguild.federation import templates
 from fedguild.federation.commands import write_app
-from fedguild.federation.exposure import rank_of
+from fedguild.federation.exposure import counted_optimizer, rank_of
 from fedguild.federation.keys import write_key
-from fedguild.federation.site import SERVER_FILE, SITE_FILE
+from fedguild.federation.serving import check_remote
+from fedguild.federation.site import SERVER_FILE, SITE_FILE, ServerSettings
+from fedguild.federation.site_files import at_home, require_model, site_settings, with_own_data
 from fedguild.model.plan import trainable_shapes
+from fedguild.runs.experiment import callbacks_of
 from fedguild.runs.setup import budgets_of, check_config, fitted, method_of, model_of
 from fedguild.runs.tracking import check_trackers
 from fedguild.server.sampling import quorum_count
@@ -33,6 +36,8 @@ MAX_LORA_RANK = 256
 """Above this a tensor is trained in full, and has seldom as many tokens behind it as directions."""
 MAX_DECAY, MAX_RANK, MIN_LENGTH, MAX_DROPOUT = 0.1, 64, 64, 0.3
 """A new site's limits on what an upload can reveal."""
+MAX_STEPS, REQUESTS_PER_RUN, REQUESTS_PER_ROUND = 10_000, 3000, 8
+"""A new site's limits on what a run may ask for; a run that asks for more from the start gets it."""
 
 
 def write_project(
@@ -42,39 +47,46 @@ def write_project(
     overrides: Sequence[str] = (),
     *,
     address: str = "127.0.0.1:9443",
-    own_data: bool = False,
+    shared_data: bool = False,
 ) -> Config:
-    """Writes a federation that runs on one machine without changes, and whose folders can be handed to organisations.
+    """Writes a federation whose folders can be handed to organisations, or all run on this machine.
 
-    Unless each client has its own data, the clients share the config's: each gets the share that `fedguild run` would
-    give it.
+    Every client reads its own data, from a file in its folder, and the server has none.
 
     Args:
         folder: A new or empty folder.
         config_name: A preset or a config file.
         overrides: Settings that override it, `key.sub=value`.
         address: Where the clients find the server, `host:port`.
-        own_data: Whether every client reads the config's data from its own folder; the server then has none.
+        shared_data: Whether the clients share the config's data instead, each with the share that `fedguild run` would
+            give it, and the server scores on it.
 
     Raises:
-        ConfigError: the config or the address is wrong, or the method does not suit the model or the number of clients.
+        ConfigError: the config or the address is wrong, or such a run could not begin: the method does not suit the
+            model or the number of clients, or settings exclude each other.
         FedGuildError: the folder is not empty, or openssl is missing.
     """
     host, port = _host_and_port(address)
     required = [f"federation.clients={clients}", "federation.engine.name=flower", "evaluation.pooled=false"]
     config = load_config(config_name, [*required, *overrides])
     _require_own(config, clients)
+    config = config if shared_data else with_own_data(config, overrides)
+    require_model(config)
     check_config(config)
     check_trackers(config.tracking.trackers)
+    check_remote(config, ServerSettings(server_evaluation=shared_data))
+    callbacks_of(config)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FedGuildError(f"{folder} already exists.", "Choose a folder that is new or empty.")
     _require_openssl()
     server = folder / "server"
-    write_text(folder / "README.md", templates.README.format(clients=clients, address=address))
+    data = templates.SHARED_DATA if shared_data else templates.OWN_DATA.format(file=config.data.train)
+    write_text(folder / "README.md", templates.README.format(clients=clients, address=address, data=data))
+    at_server = at_home(config, shared_data=shared_data)
     if config.model.trust_remote_code:
-        trust(server / "run.yaml", config.model.path)
-    write_text(server / "run.yaml", config.resolved_yaml())
-    server_evaluation = str(not own_data).lower()
+        trust(server / "run.yaml", at_server.model.path)
+    write_text(server / "run.yaml", at_server.resolved_yaml())
+    server_evaluation = str(shared_data).lower()
     control_port = port + 1 if 1024 <= port < 65535 else CONTROL_PORT
     write_text(
         server / SERVER_FILE,
@@ -85,7 +97,7 @@ def write_project(
     write_text(server / "certificates" / "make.sh", templates.CERTIFICATES)
     _make_certificates(server / "certificates", host)
     for index in range(clients):
-        _write_client(folder, config, index, address, own_data)
+        _write_client(folder, config, index, address, own=not shared_data)
     if config.federation.secure:
         _write_peers(folder, clients)
     return config
@@ -100,27 +112,20 @@ def _write_peers(folder: Path, clients: int) -> None:
             shutil.copyfile(public, peers / public.name)
 
 
-def _write_client(folder: Path, config: Config, index: int, address: str, own_data: bool) -> None:
+def _write_client(folder: Path, config: Config, index: int, address: str, *, own: bool) -> None:
     name = client_name(index)
     site = folder / name
     make_folder(site)
     public = write_key(site / "node.key")
     write_text(folder / "server" / "nodes" / f"{name}.pub", public.read_text("utf-8"))
     shutil.copyfile(folder / "server" / "certificates" / "ca.pem", site / "ca.pem")
-    data = config.data.model_dump(mode="json", exclude={"max_length"})
-    shares = {"shares": 1, "share": 0} if own_data else {"shares": config.federation.clients, "share": index}
+    model, data = site_settings(config, site, own=own)
+    shares = {"shares": 1, "share": 0} if own else {"shares": config.federation.clients, "share": index}
     data |= {"seed": config.seed, **shares}
-    if own_data:
+    if own:
         data["partition"] = {"scheme": "iid"}
-    for key in ("train", "test", "chat_template"):
-        several = isinstance(data[key], list)
-        found = [str(Path(one).resolve()) if _is_path(one) else one for one in (data[key] if several else [data[key]])]
-        data[key] = found if several else found[0]
-    model = config.model.model_dump(mode="json")
-    if Path(model["path"]).exists():
-        model["path"] = str(Path(model["path"]).resolve())
     if config.model.trust_remote_code:
-        trust(site / SITE_FILE, model["path"])
+        trust(site / SITE_FILE, str(model["path"]))
     write_text(
         site / SITE_FILE,
         templates.SITE.format(
@@ -131,9 +136,11 @@ def _write_client(folder: Path, config: Config, index: int, address: str, own_da
             data=_indented({"data": data}),
             method=config.method.name,
             min_steps=config.training.steps or 1,
+            max_steps=max(MAX_STEPS, config.training.steps or 0),
             min_batch=config.training.batch_size * config.training.gradient_accumulation_steps,
             **_profile(config),
-            min_scored=min(5, config.evaluation.max_examples or 5) if own_data else 1,
+            min_scored=min(5, config.evaluation.max_examples or 5) if own else 1,
+            requests_per_run=max(REQUESTS_PER_RUN, REQUESTS_PER_ROUND * config.federation.rounds),
             min_clients=min(2, quorum_count(config.federation.wanted_uploads, config.federation.quorum)),
             secure=_accepted(config),
         ),
@@ -143,7 +150,7 @@ def _write_client(folder: Path, config: Config, index: int, address: str, own_da
 def _profile(config: Config) -> dict[str, object]:
     """Returns the recommended limits on what an upload can reveal, wide enough for the run as it is set up."""
     training, rank = config.training, _rank(config)
-    optimizers = dict.fromkeys(["adamw", "adam", training.optimizer])
+    optimizers = dict.fromkeys(["adamw", "adam", counted_optimizer(training)])
     told = rank is not None and rank <= MAX_LORA_RANK and config.privacy.unit == "none"
     return {
         "optimizers": ", ".join(optimizers),
@@ -166,10 +173,6 @@ def _rank(config: Config) -> int | None:
     return rank_of(shape for plan in plans for shape in trainable_shapes(info, plan).values())
 
 
-def _is_path(setting: str | None) -> bool:
-    return setting is not None and "\n" not in setting and Path(setting).exists()
-
-
 def _require_own(config: Config, clients: int) -> None:
     """Raises ConfigError if an override changed a setting that a federation controls."""
     if config.federation.clients != clients:
@@ -181,11 +184,6 @@ def _require_own(config: Config, clients: int) -> None:
         raise ConfigError(
             f"The engine of real clients is flower, not {config.federation.engine.name}.",
             "Leave federation.engine out: the federation sets it.",
-        )
-    if config.evaluation.pooled:
-        raise ConfigError(
-            "evaluation.pooled scores all clients' models in one place, which real clients do not have.",
-            "Leave evaluation.pooled out.",
         )
 
 

@@ -41,6 +41,7 @@ from fedguild.measuring.scores.metrics import METRICS, TAKEN, load_metrics
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.runs import experiment as runs
+from fedguild.runs.guarantee import require_public_scores
 from fedguild.runs.setup import (
     Experiment,
     OwnScope,
@@ -288,17 +289,11 @@ def prepare_remote(
         ConfigError: the config asks for something that real clients cannot do.
         QuorumError: clients are missing after `wait_seconds`.
     """
-    if config.evaluation.pooled:
-        raise ConfigError(
-            "evaluation.pooled scores every client's model on all clients' examples, but those never leave the client.",
-            "Set evaluation.pooled=false.",
-        )
-    _require_no_scores(config, settings)
+    check_remote(config, settings)
     state = output.parent
     audit = AuditLog(state)
     transport = NotedTransport(transport, ActivityLog(output).append)
     given = method_of(config)
-    load_metrics(config.evaluation.metrics)
     model = model_of(config)
     method = fitted(given, config, model)
     check_fit(method, config, model)
@@ -363,6 +358,23 @@ def prepare_remote(
         progress,
         remote,
     )
+
+
+def check_remote(config: Config, settings: ServerSettings) -> None:
+    """Checks what a run with real clients needs besides its method and model, before anything is loaded.
+
+    Raises:
+        ConfigError: scores are asked for that real clients cannot give, or must not; or a metric is unknown.
+    """
+    if config.evaluation.pooled:
+        raise ConfigError(
+            "evaluation.pooled scores every client's model on all clients' examples, but those never leave the client.",
+            "Set evaluation.pooled=false.",
+        )
+    load_metrics(config.evaluation.metrics)
+    if not settings.server_evaluation:
+        require_public_scores(config)
+    _require_no_scores(config, settings)
 
 
 def _require_no_scores(config: Config, settings: ServerSettings) -> None:

@@ -20,6 +20,11 @@ For secure aggregation (`federation.secure`) every organisation also needs the o
 `peers/client-000.pub` and so on in its folder: from them, not from the server.
 
 In its `site.yaml` an organisation says where its data and its model are, and what it accepts.
+{data}"""
+
+OWN_DATA = """It puts its examples into its folder, as {file}.
+"""
+SHARED_DATA = """These sites share this machine's data and model: their folders `data` and `model` hold links to them.
 """
 
 SERVER = """# The server of the federation; `fedguild federation server FOLDER` reads this.
@@ -31,8 +36,8 @@ port: {port}
 # Always on 127.0.0.1: Flower's control and runtime interfaces, which ask nobody for a key.
 control_port: {control_port}
 wait_seconds: 600
-# Whether this machine has the run's data and scores the global model on its held-out examples. Set it to
-# false if only the clients have data: they then score their own models on their own examples.
+# Whether this machine has the run's data and scores the global model on its held-out examples. false if only the
+# clients have data: they then score their own models on their own examples.
 server_evaluation: {server_evaluation}
 """
 
@@ -49,7 +54,7 @@ accept:
   requests: [train, score, deliver]
   methods: [{method}]
   min_steps: {min_steps}
-  max_steps: 10000
+  max_steps: {max_steps}
   min_batch: {min_batch}
   min_examples: 2
   # What an upload can reveal; `fedguild federation check FOLDER CONFIG` shows it for a run.
@@ -61,13 +66,14 @@ accept:
   max_dropout: {max_dropout:g}
   min_scored: {min_scored}
   requests_per_round: 3
+  requests_per_run: {requests_per_run}
   leave: ["*"]
   min_clients: {min_clients}{secure}
 
 {model}
 
-# The organisation's own examples. With `shares` above 1 a source is partitioned as in a simulation, and
-# `share` is this client's part; for data of its own an organisation sets `shares: 1` and `share: 0`.
+# The organisation's own examples: a file in this folder, or anywhere on its machine. With `shares` above 1 a source
+# is partitioned as in a simulation, and `share` is this client's part.
 {data}
 """
 

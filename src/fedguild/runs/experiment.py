@@ -112,7 +112,7 @@ def run(
             raise CheckpointError(
                 f"{output} already holds a run.", f"Continue with `fedguild resume {output}`, or choose another folder."
             )
-        every = _callbacks(config, [tracking, *callbacks])
+        every = callbacks_of(config, [tracking, *callbacks])
         for left in (CONFIG, RunLog.FILE):  # of a start that failed
             (output / left).unlink(missing_ok=True)
         with noted(output, progress, CONFIG) as told, _divergence_noted(output):
@@ -146,7 +146,7 @@ def resume(
     config = _written_config(output)
     with run_lock(output), _tracking(config, progress) as tracking:
         remove_leftovers(output, below=True)
-        every = _callbacks(config, [tracking, *callbacks])
+        every = callbacks_of(config, [tracking, *callbacks])
         was_stopped = (output / STOPPED).is_file()
         with noted(output, progress, CONFIG) as told, _divergence_noted(output):
             saved = _saved(config, output, told, round)
@@ -264,7 +264,7 @@ def _begin(experiment: Experiment) -> Payload:
     return _save(experiment, 0, state)
 
 
-def _callbacks(config: Config, given: Iterable[Callback]) -> list[Callback]:
+def callbacks_of(config: Config, given: Iterable[Callback] = ()) -> list[Callback]:
     """Returns the callbacks that were given, and those that the config names.
 
     Raises:

@@ -32,8 +32,8 @@ def rules_of(config: Config) -> PrivacyRules | None:
     return PrivacyRules(config.privacy, config.training, federation.rounds, federation.clients, wanted)
 
 
-def check_privacy(method: Method, config: Config, model: ModelInfo, budgets: Sequence[Budget]) -> None:
-    """Checks that a run can keep what its differential privacy promises.
+def check_privacy(method: Method, config: Config) -> None:
+    """Checks that a run can keep what its differential privacy promises, on any model.
 
     Raises:
         ConfigError: something would leave a client that the accounting does not cover, or the settings do not fit each
@@ -60,8 +60,6 @@ def check_privacy(method: Method, config: Config, model: ModelInfo, budgets: Seq
             "privacy.trust_model is central, but with federation.secure the server has no single upload to clip.",
             "Set privacy.trust_model=local: each client adds its noise before its upload is masked.",
         )
-    if privacy.is_central:
-        _check_central(method, config, model, budgets)
     if privacy.sampling == "secret" and (federation.over_selection or federation.engine.name == "flower"):
         raise ConfigError(
             "privacy.sampling is secret, but real clients know the seed that draws them, or over-selection draws more.",
@@ -86,8 +84,8 @@ def require_public_scores(config: Config) -> None:
         )
 
 
-def _check_central(method: Method, config: Config, model: ModelInfo, budgets: Sequence[Budget]) -> None:
-    """Raises ConfigError if noise on a mean does not cover everything in the uploads."""
+def check_central(method: Method, config: Config, model: ModelInfo, budgets: Sequence[Budget]) -> None:
+    """Raises ConfigError if the server's noise on a mean does not cover everything in the uploads."""
     federation = config.federation
     unequal = len({tuple(adapter_shapes(model, method.plan(model, budget)).items()) for budget in budgets}) > 1
     if unequal or not is_client_mean(method, model, budgets):

@@ -427,18 +427,27 @@ def secure_form(
     Raises:
         ConfigError: the method's server does not take sums alone.
     """
+    require_linear(method)
+    terms = _terms_of_zeros(method, model, budgets, round_index)
+    _require_sums(method, next((each.why for each in terms if not each.secure), ""))
+    return form_of(terms)
+
+
+def require_linear(method: Method) -> None:
+    """Raises ConfigError if, on any model, a method's server does not take sums alone."""
     why = method.facts.not_linear
     if not why and not takes_means(method):
         why = "its `aggregate` does not say which sums it takes of them"
-    if not why:
-        terms = _terms_of_zeros(method, model, budgets, round_index)
-        why = next((each.why for each in terms if not each.secure), "")
+    _require_sums(method, why)
+
+
+def _require_sums(method: Method, why: str) -> None:
+    """Raises ConfigError with the reason why a method's server does not take sums alone, unless that is empty."""
     if why:
         raise ConfigError(
             f"federation.secure: the server of {method.name} does not aggregate securely: {why}.",
             "Set federation.secure=false, or use a method that aggregates securely (docs/guides/security.md).",
         )
-    return form_of(terms)
 
 
 def is_client_mean(method: Method, model: ModelInfo, budgets: Sequence[Budget]) -> bool:

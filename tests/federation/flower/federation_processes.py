@@ -73,7 +73,8 @@ class FederationProcesses:
         self.ports = free_ports(2 + config.federation.clients)
         path = folder.parent / f"{folder.name}.yaml"
         path.write_text(config.resolved_yaml())
-        write_project(folder, config.federation.clients, str(path), address=f"127.0.0.1:{self.ports[0]}")
+        address = f"127.0.0.1:{self.ports[0]}"
+        write_project(folder, config.federation.clients, str(path), address=address, shared_data=True)
         for index in range(config.federation.clients):
             accept = {"max_steps": 10000, "min_scored": 1, "min_clients": 1}
             self.change_site(index, port=self.ports[2 + index], accept=accept)

@@ -334,7 +334,7 @@ def test_a_site_keeps_its_scores_and_refuses_another_session_than_the_configs(ol
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="needs openssl")
 def test_init_gives_every_client_its_peers_keys_and_a_site_that_accepts_nothing_else(tmp_path):
-    write_project(tmp_path / "guild", 3, "flame/tiny-tasks", ["federation.secure=true"])
+    write_project(tmp_path / "guild", 3, "flame/tiny-tasks", ["federation.secure=true"], shared_data=True)
     for index in range(3):
         folder = tmp_path / f"guild/client-{index:03d}"
         site = load_site(folder)

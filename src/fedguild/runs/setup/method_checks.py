@@ -18,17 +18,18 @@ from fedguild.model.shapes_only import ShapesOnly
 from fedguild.privacy.secure_sum.fixed_point import MOST_CLIENTS
 from fedguild.privacy.secure_sum.form import require_disclosure
 from fedguild.privacy.secure_sum.graph import FEWEST_CLIENTS
-from fedguild.runs.guarantee import check_privacy
+from fedguild.runs.guarantee import check_central, check_privacy
 from fedguild.runs.setup.checks import require_room, require_split
 from fedguild.runs.setup.fitting import budgets_of, fitted, method_of
-from fedguild.server.method import Method, secure_form, starting_rng, takes_means
+from fedguild.server.method import Method, require_linear, secure_form, starting_rng, takes_means
 from fedguild.server.optimizer import takes_steps
 
 
 def check_config(config: Config) -> None:
     """Checks a config for every fault that can be found without the network, before anything else is done with it.
 
-    The check covers the model if its config is on this machine: the embedded one, a local folder, or a known model.
+    What depends on the model is checked if its config is on this machine: the embedded one, a local folder, or a known
+    model.
 
     Raises:
         ModelError, ConfigError: as `method_of`, `fitted` and `check_fit`.
@@ -37,6 +38,8 @@ def check_config(config: Config) -> None:
     if is_at_hand(model.path, model.revision):
         described = describe_config(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
         check_fit(fitted(method, config, described), config, described)
+    else:
+        _check_settings(method, config)
 
 
 def check_fit(method: Method, config: Config, model: ModelInfo) -> None:
@@ -54,17 +57,27 @@ def check_fit(method: Method, config: Config, model: ModelInfo) -> None:
     budgets = list(tiers.values())
     plans = [method.plan(model, budget) for budget in budgets]
     _require_trainables(method, [adapter_shapes(model, plan) for plan in plans])
-    require_split(config, config.evaluation.split)
+    _check_settings(method, config)
     _require_mergeable(method, config, plans)
+    if federation.secure:
+        require_disclosure(secure_form(method, model, budgets)[0], federation.secure_disclose, method.name)
+    if config.privacy.is_central:
+        check_central(method, config, model, budgets)
+    _require_beginning(method, config, model, tiers)
+
+
+def _check_settings(method: Method, config: Config) -> None:
+    """Raises ConfigError if a method cannot run with the rest of its config, whatever the model."""
+    federation = config.federation
+    require_split(config, config.evaluation.split)
     _require_steps(method, federation)
     _require_means(method, federation.aggregator)
     if federation.secure:
-        _require_secure(method, federation, model, budgets)
+        _require_secure(method, federation)
     _require_single_uploads(config)
-    check_privacy(method, config, model, budgets)
+    check_privacy(method, config)
     require_room(config, generates=config.evaluation.answer_mode == "generation")
     _require_device(method, config)
-    _require_beginning(method, config, model, tiers)
 
 
 def _require_trainables(method: Method, shapes: Sequence[Mapping[str, tuple[int, ...]]]) -> None:
@@ -109,10 +122,9 @@ def _require_means(method: Method, robust: str) -> None:
         )
 
 
-def _require_secure(
-    method: Method, federation: FederationSettings, model: ModelInfo, budgets: Sequence[Budget]
-) -> None:
+def _require_secure(method: Method, federation: FederationSettings) -> None:
     _require_secure_packages()
+    require_linear(method)
     wanted = federation.wanted_uploads
     beside = {
         "wire_dtype": federation.wire_dtype != "fp32"
@@ -129,7 +141,6 @@ def _require_secure(
     for setting, reason in beside.items():
         if reason:
             raise ConfigError(f"federation.secure does not go with federation.{setting} as it is: {reason}.")
-    require_disclosure(secure_form(method, model, budgets)[0], federation.secure_disclose, method.name)
 
 
 def _require_secure_packages() -> None:
