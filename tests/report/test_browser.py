@@ -9,7 +9,7 @@ import pytest
 from fedguild.measuring.log.folder import load_run
 from fedguild.report.html import write_index, write_sweep
 from fedguild.report.sweep import tabulate
-from tests.report.watch.browser import CUT
+from tests.report.watch.browser import CUT, RIGHT
 
 SHOWN = "[...document.querySelectorAll('svg.figure')].filter((one) => one.getBoundingClientRect().width)"
 SMALL = f"{SHOWN}.filter((one) => one.getBoundingClientRect().width < one.viewBox.baseVal.width * 96 / 72 - 1).length"
@@ -58,4 +58,8 @@ def test_written_pages_fit_a_wide_page_and_a_phone(browser, run_page, personal_p
             assert browser.value(SMALL) == 0, place
             assert browser.value(CLIPPED) == [], place
             assert browser.value(f"{SHOWN}.length") > 0 or page == index, place
+    for page, title in [(run_page, "Score"), (personal_page, "Own model"), (comparison_page, "Mean")]:
+        browser.open(page.as_uri())
+        browser.wait_for(f"location.href === '{page.as_uri()}' && document.readyState === 'complete'")
+        assert browser.value(RIGHT.format(title=title)) <= 390, "the mean is seen without scrolling"
     assert browser.problems == []

@@ -67,7 +67,7 @@ def table_page(
             continue
         parts += [f"## {column}\n"] if column != ONLY_COLUMN else []
         grids = [make(cells, table) for make in (score_grid, perplexity_grid, difference_grid, nats_grid)]
-        parts += [grid.to_markdown() for grid in grids if grid is not None]
+        parts += [grid.leading(TITLES[MEAN]).to_markdown() for grid in grids if grid is not None]
         parts.append(f"{_resolution(cells, table)}\n")
     if table.claims:
         parts.append(claims_markdown(table, records, chosen_near_chance(choices)))

@@ -28,6 +28,7 @@ from fedguild.report.style import (
     method_colours,
     spread_apart,
     styled,
+    tilt_if_long,
     to_svg,
     trend_limits,
 )
@@ -59,7 +60,10 @@ def score_bars(table: ComparisonTable, width: float = FULL_WIDTH) -> Svg:
                 above = max(*values, spread.mean + spread.std, spread.mean)
                 label = f"{spread.mean:.2f}"
                 axes.annotate(label, (x, above), (0, 4), textcoords="offset points", ha="center", size=8, color=INK)
-        axes.set_xticks(range(len(table.columns)), [_column_title(table, column) for column in table.columns])
+        titles = [_column_title(table, column) for column in table.columns]
+        axes.set_xticks(range(len(titles)), [title.partition("\n")[0] if narrow else title for title in titles])
+        if narrow:
+            tilt_if_long(axes, width)
         axes.set(ylabel=f"{table.split} score", ylim=(0, None))
         axes.tick_params(axis="x", length=0)
         gridlines(axes)

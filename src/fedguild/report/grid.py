@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pandas
@@ -50,6 +50,14 @@ class Grid:
     header: tuple[Cell, ...]
     rows: tuple[tuple[Cell, ...], ...]
     rules_before: frozenset[int] = frozenset()
+
+    def leading(self, *titles: str) -> Grid:
+        """Returns the table with the columns of these titles or notes next to the first, where a phone shows them."""
+        header = list(enumerate(self.header))
+        places = [place for title in titles for place, cell in header if title in (cell.text, cell.note)]
+        order = list(dict.fromkeys([0, *places, *range(len(self.header))]))
+        rows = tuple(tuple(row[place] for place in order) for row in self.rows)
+        return replace(self, header=tuple(self.header[place] for place in order), rows=rows)
 
     def to_rich(self) -> Table:
         """Returns the table for a terminal; it reads the same without colour."""

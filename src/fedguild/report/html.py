@@ -230,7 +230,7 @@ def _run_page(run: Run, shown: Shown) -> dict[str, Any]:
         "title": run.name,
         "facts": _facts(run),
         "summary": run_summary(table),
-        "grid": table.grid() if table.rows else None,
+        "grid": table.grid().leading("Score", "Before") if table.rows else None,
         "curves": shown(lambda width: figures.score_curves(curves, run.split, width=width)) if curves else None,
         "curve_values": curves_grid(curves, f"{run.split.capitalize()} score by round"),
         "from_the_start": any(record.round == 0 for record in run.evaluations),
@@ -266,13 +266,13 @@ def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) 
         "facts": [fact for fact in _facts(first, method=False) if not fact.startswith("seed")]
         + [f"{units.count_of(len(table.seeds), 'seed')} ({', '.join(map(str, table.seeds))})"],
         "summary": comparison_summary(table),
-        "scores": table.score_grid(),
+        "scores": table.score_grid().leading("Mean"),
         "bars": wide_and_narrow(lambda width: comparison_figures.score_bars(table, width)),
         "scatter": wide_and_narrow(lambda width: comparison_figures.cost_against_score(table, runs, width)),
         "rounds": wide_and_narrow(lambda width: comparison_figures.curves_by_column(table, runs, width)),
         "observations": observation_grid(runs),
         "stability": stability_grids(runs),
-        "costs": table.cost_grid(),
+        "costs": table.cost_grid().leading("mean"),
         "differing": differing_grid(runs),
         "partition": _partition_figure(first, wide_and_narrow),
         "partition_values": _partition_values(first),
@@ -369,7 +369,8 @@ def _expert_figures(run: Run, shown: Shown) -> dict[str, Any] | None:
 
 def _personal(run: Run, table: RunTable, shown: Shown) -> dict[str, Any] | None:
     """Returns the clients' scores on their own data: a table, the means over the rounds, a mark per model."""
-    if not table.clients:
+    grid = table.client_grid()
+    if grid is None:
         return None
     curves = {
         "own model": run.client_curve("client"),
@@ -386,7 +387,7 @@ def _personal(run: Run, table: RunTable, shown: Shown) -> dict[str, Any] | None:
     drawn = {name: scores for name, scores in marks.items() if any(score is not None for score in scores.values())}
     known = {name: curve for name, curve in curves.items() if curve}
     return {
-        "grid": table.client_grid(),
+        "grid": grid.leading("Own model", "As trained", "As received"),
         "curves": shown(lambda width: figures.score_curves(known, run.split, "personal", width)) if known else None,
         "curve_values": curves_grid(known, f"{run.split.capitalize()} score by round, mean over the clients"),
         "dots": shown(lambda width: figures.client_dots(drawn, run.split, width)) if drawn else None,

@@ -26,6 +26,11 @@ CUT = """
 ).length
 """
 """Number of a page's elements that reach beyond it, but for those in a box that scrolls."""
+RIGHT = """
+[...document.querySelectorAll('table th')].find((one) => one.firstChild.textContent === '{title}')
+  .getBoundingClientRect().right
+"""
+"""Where the first table with a column of a title has it: its right edge, in pixels."""
 _FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"),
     *("--disable-background-networking", "--disable-component-update", "--disable-sync", "--remote-debugging-pipe"),

@@ -8,8 +8,37 @@ from fedguild.federation.site import server_state
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.report.html import write_index
 from fedguild.report.watch.server import WatchServer
-from tests.report.watch.browser import CUT, Browser
+from tests.report.runs import write_run
+from tests.report.watch.browser import CUT, RIGHT, Browser
 from tests.report.watch.folders import comparison, federation, live_run, one_more_round
+
+SCALED = """
+[...document.querySelectorAll('svg')].map((one) => [one.viewBox.baseVal.width, one.parentNode.clientWidth])
+  .filter(([drawn, shown]) => drawn !== shown)
+"""
+"""The charts that are not drawn at the width at which they are shown, so that their text is too small or too large."""
+
+
+def test_charts_of_a_finished_run_are_drawn_at_the_width_at_which_they_are_shown(
+    browser: Browser, tmp_path: Path
+) -> None:
+    sizes = [(1, 1), (2, 5), (20, 30)]
+    servers = [WatchServer(write_run(tmp_path / f"{n}-{r}", clients=n, rounds=r)) for n, r in sizes]
+    try:
+        for server in servers:
+            server.begin()
+            browser.show(1280)
+            browser.open(server.url)
+            browser.wait_for(f"location.href === '{server.url}' && document.querySelectorAll('svg').length === 4")
+            for width in (1280, 390, 768, 1920):
+                browser.show(width)
+                browser.wait_for(f"innerWidth === {width} && !waiting && {SCALED.strip()}.length === 0")
+                assert browser.value(CUT) == 0, (server.follower.folder, width)
+        assert browser.problems == []
+    finally:
+        browser.open("about:blank")
+        for server in servers:
+            server.end()
 
 
 def test_the_page_follows_a_run_at_both_widths_in_both_schemes(browser: Browser, tmp_path: Path) -> None:
@@ -39,6 +68,7 @@ def test_the_page_follows_a_run_at_both_widths_in_both_schemes(browser: Browser,
                 assert browser.screenshot(tmp_path / f"{width}-{dark}.png").stat().st_size > 10_000
                 assert browser.value("document.documentElement.scrollWidth") <= width
                 assert browser.value(CUT) == 0
+                assert browser.value(SCALED) == []
                 colours.add(browser.value("getComputedStyle(document.documentElement).backgroundColor"))
         assert len(colours) == 2
         browser.value("at('find').value = 'b3'; at('find').dispatchEvent(new Event('input')); 0")
@@ -66,6 +96,7 @@ def test_a_comparison_and_a_federation_have_their_tables(browser: Browser, tmp_p
         words = browser.value("[...document.querySelectorAll('.cell .word')].map((one) => one.textContent).join(' ')")
         assert words == "finished 6/12 failed waiting"
         assert browser.value(CUT) == 0
+        assert browser.value(RIGHT.format(title="Mean")) <= 390
         links = (
             "[...document.querySelectorAll('#grid a.written')].map((one) => one.href.split('/').slice(-3).join('/'))"
         )

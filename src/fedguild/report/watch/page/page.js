@@ -94,9 +94,17 @@ function spreadApart(places, gap, low, high) {
   return moved.map((place) => Math.max(low, place));
 }
 
+// Draws the charts again whose width has changed: by the window, by a neighbour, by a scroll bar.
+const drawnAt = new WeakMap();
+const resized = new ResizeObserver((entries) => {
+  if (entries.some(({ target }) => target.clientWidth !== drawnAt.get(target))) mark("scores", "rounds");
+});
+
 function chart(holder, lines, { height, format, label, named, bounds, whole }) {
   const known = lines.filter((line) => line.points.length);
-  const width = Math.max(240, holder.clientWidth || 240);
+  const width = Math.max(240, holder.clientWidth);
+  resized.observe(holder);
+  drawnAt.set(holder, holder.clientWidth);
   if (!known.length) { holder.replaceChildren(make("p", { class: "under" }, "Nothing yet.")); return; }
   const all = known.flatMap((line) => line.points);
   const values = all.map((point) => point[1]);
@@ -275,14 +283,10 @@ function showRounds() {
     ["Bytes sent by clients", "upload_bytes", (value) => si(value, "B")],
     ["Uploads not aggregated", "rejected", (value) => String(value), true],
   ];
-  for (const [title, key, format, whole] of shown) {
-    let figure = charts.querySelector(`[data-of="${key}"]`);
-    if (!figure) {
-      figure = make("figure", { "data-of": key }, make("figcaption", {}, title), make("div"));
-      charts.append(figure);
-    }
+  if (!charts.children.length) charts.append(...shown.map(([title]) => make("figure", {}, make("figcaption", {}, title), make("div"))));
+  for (const [place, [title, key, format, whole]] of shown.entries()) {
     const points = rounds.filter(([, value]) => typeof value[key] === "number").map(([round, value]) => [round, value[key]]);
-    chart(figure.lastChild, [{ name: title, points }], { height: 120, format, label: `Line chart: ${title.toLowerCase()} over the rounds`, bounds: [0, Infinity], whole });
+    chart(charts.children[place].lastChild, [{ name: title, points }], { height: 120, format, label: `Line chart: ${title.toLowerCase()} over the rounds`, bounds: [0, Infinity], whole });
   }
   values(holder, "rounds", () => valuesTable("Rounds, the newest first", ["Round", "Time", "Clients", "Sent by them", "Sent to them", "Training", "Not aggregated", "Late", "Not needed"],
     rounds.slice().reverse().map(([round, value]) => [String(round), duration(value.seconds), count(value.asked), si(value.upload_bytes, "B"), si(value.download_bytes, "B"), si(value.training_flops, "FLOP"), String(value.rejected), String(value.late), String(value.unneeded)])));
@@ -411,16 +415,17 @@ function comparison(holder, facts, runs) {
   let box = holder.querySelector(".comparison");
   if (!box) { box = make("div", { class: "comparison scroll" }); holder.append(box); }
   const several = facts.columns.length > 1 || facts.columns[0];
-  const head = [make("tr", {}, make("th", { scope: "col" }, "Run"), ...facts.columns.flatMap((column) => [...facts.seeds.map((seed) => make("th", { scope: "col", class: "text" }, `seed ${seed}`, several ? make("small", {}, column) : "")), make("th", { scope: "col" }, "Mean", make("small", {}, several ? column : "of what is there"))]))];
-  const body = facts.rows.map((row) => make("tr", {}, make("th", { scope: "row" }, row), ...facts.columns.flatMap((column) => {
-    const here = runs.filter(([, run]) => run.row === row && run.column === column);
-    const scores = here.map(([, run]) => run.score).filter((value) => typeof value === "number");
-    const mean = scores.reduce((sum, value) => sum + value, 0) / scores.length;
-    return [...facts.seeds.map((seed) => {
-      const found = here.find(([, run]) => run.seed === seed);
-      return make("td", { class: "cells" }, ...(found ? cell(...found) : [missing]));
-    }), make("td", {}, scores.length ? score(mean) : missing)];
-  })));
+  const head = [make("tr", {}, make("th", { scope: "col" }, "Run"), ...facts.columns.map((column) => make("th", { scope: "col" }, "Mean", make("small", {}, several ? column : "of what is there"))), ...facts.columns.flatMap((column) => facts.seeds.map((seed) => make("th", { scope: "col", class: "text" }, `seed ${seed}`, several ? make("small", {}, column) : ""))))];
+  const body = facts.rows.map((row) => {
+    const here = facts.columns.map((column) => runs.filter(([, run]) => run.row === row && run.column === column));
+    const scores = here.map((members) => members.map(([, run]) => run.score).filter((value) => typeof value === "number"));
+    return make("tr", {}, make("th", { scope: "row" }, row),
+      ...scores.map((known) => make("td", { class: "strong" }, known.length ? score(known.reduce((sum, value) => sum + value, 0) / known.length) : missing)),
+      ...here.flatMap((members) => facts.seeds.map((seed) => {
+        const found = members.find(([, run]) => run.seed === seed);
+        return make("td", { class: "cells" }, ...(found ? cell(...found) : [missing]));
+      })));
+  });
   box.replaceChildren(make("table", { class: "numbers" }, captioned("Each cell: the score so far, and how far the run is. A cell leads to its run."), make("thead", {}, ...head), make("tbody", {}, ...body)));
 }
 
@@ -520,7 +525,7 @@ document.querySelector("#clients form").addEventListener("submit", (event) => ev
 at("back").addEventListener("click", () => { view.page -= 1; mark("clients"); });
 at("next").addEventListener("click", () => { view.page += 1; mark("clients"); });
 let width = innerWidth;
-addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; mark("scores", "rounds", "clients"); } });
+addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; mark("clients"); } });
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => mark("clients"));
 setInterval(() => { if (get("standing").word === "running") { showProgress(); if (get("facts").kind === "federation") mark("clients"); } }, 1000);
 connect();
