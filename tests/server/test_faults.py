@@ -147,7 +147,7 @@ def test_without_faults_nothing_is_recorded_but_the_uploads(play, method, state)
     engine = Scripted()
     outcome = play(engine, deadline_seconds=60.0, retries=2, straggler_policy="next_round", upload_limit_bytes=10**9)
     everybody_is_accounted_for(outcome)
-    assert engine.asked == [([0, 1, 2, 3, 4, 5], Wait(60.0, None))]
+    assert engine.asked == [([0, 1, 2, 3, 4, 5], Wait(60.0, None, 3))]
     assert outcome.accepted == [0, 1, 2, 3, 4, 5]
     assert (outcome.rejected, outcome.unneeded, outcome.retried, outcome.strays) == ({}, [], [], [])
     assert moved(outcome, state) == pytest.approx(3.5, abs=1e-5)
@@ -221,7 +221,7 @@ def test_over_selection_closes_with_the_wanted_number(play, method):
     outcome = play(engine, client_fraction=0.5, over_selection=0.5)
     everybody_is_accounted_for(outcome)
     assert len(outcome.asked) == 5
-    assert [terms for _, terms in engine.asked] == [Wait(None, 3)]
+    assert [terms for _, terms in engine.asked] == [Wait(None, 3, 2)]
     assert len(outcome.accepted) == len(method.seen) == 3
     assert outcome.rejected == {}
     assert len(outcome.unneeded) == 2

@@ -25,6 +25,8 @@ HEADER_BYTES = 2**24
 """Largest header; one with the activation frequencies of 60 layers with 256 experts has about 400 kB."""
 HEADER_DEPTH = 24
 """Deepest nesting of a header's values; a config has 6 levels."""
+REFUSED = "refused by its site: "
+"""The beginning of a site's refusal, which asking once more does not change."""
 LARGEST_ROUND = LARGEST_CLIENT = 10**6
 LARGEST_STEPS = 10**9
 LARGEST_EXAMPLES = 10**9

@@ -167,8 +167,9 @@ class RemoteClients:
             "scored", round=number, scope=scope, split=split, asked=list(replies), accepted=scored, rejected=refused
         )
         if not records:
+            listed = "".join(f"\n  {client_name(int(client))}: {why}" for client, why in refused.items())
             raise QuorumError(
-                f"No client scored its model in round {number}.",
+                f"No client scored its model in round {number}.{listed}",
                 "Check the output of `fedguild federation client` on their machines.",
             )
         return records

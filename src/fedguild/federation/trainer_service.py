@@ -42,7 +42,7 @@ from fedguild.engines.private import PrivateAnswers
 from fedguild.federation.exposure import Exposure, exposure
 from fedguild.federation.flower.engine import read_payload
 from fedguild.federation.flower.message import Message
-from fedguild.federation.schema import MessageKind, Request, ScoreRequest, SecureRequest, read_metadata
+from fedguild.federation.schema import REFUSED, MessageKind, Request, ScoreRequest, SecureRequest, read_metadata
 from fedguild.federation.site import SiteSettings
 from fedguild.federation.site_policy import RequestLog, SitePolicy, Terms
 from fedguild.federation.sum_log import FILE as SUMS
@@ -185,7 +185,8 @@ class TrainerService:
         backbone = self._load_once(config)
         reply = Message("hello", message.run, message.round, self.site.client)
         if refusal := self.policy.kind_refusal("train") or self._run_refusal(config):
-            return reply.reply(failure=f"refused by its site: {refusal}")
+            print(f"hello: {REFUSED}{refusal}", file=sys.stderr, flush=True)
+            return reply.reply(failure=REFUSED + refusal)
         budget = self._session(message.run, config).experiment.clients[0].budget.name
         sizes = {name: len(getattr(data, name)) for name in ("train", "validation", "test")}
         rules = rules_of(config)
@@ -497,7 +498,7 @@ class TrainerService:
 def _require_none(refusal: str) -> None:
     """Raises a refusal of the site, unless it is empty; `TrainerService.handle` makes it the reply."""
     if refusal:
-        raise _RefusalError(f"refused by its site: {refusal}")
+        raise _RefusalError(REFUSED + refusal)
 
 
 def _is_private(message: Message) -> bool:

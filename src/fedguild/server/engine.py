@@ -35,10 +35,13 @@ class Wait:
     Attributes:
         deadline_seconds: The engine stops waiting after this time; None to wait for all.
         enough: The engine stops waiting once this many clients have delivered; None to wait for all.
+        needed: The round fails with fewer deliveries than this, so that an engine need not wait for the others once too
+            many refuse.
     """
 
     deadline_seconds: float | None = None
     enough: int | None = None
+    needed: int = 0
 
 
 WAIT_FOR_ALL = Wait()

@@ -21,7 +21,7 @@ from fedguild.server.engine import Delivery, Task, Wait
 from fedguild.server.guard import LARGEST_TRAINED, LARGEST_VALUE, largest_value
 from fedguild.server.optimizer import without_momentum
 from fedguild.server.round import Onward, Outcome, Passage, RoundSetup, Stray, filtered
-from fedguild.server.sampling import require_quorum
+from fedguild.server.sampling import quorum_count, require_quorum
 from fedguild.server.terms import Upload
 from fedguild.server.validation import check_size, check_upload, unusable
 
@@ -64,7 +64,8 @@ class Intake:
                 break
             if attempt:
                 self.retried.update(task.client.index for task in tasks)
-            terms = Wait(self.rules.deadline_seconds, enough=missing if missing < len(tasks) else None)
+            needed = quorum_count(self.wanted, self.rules.quorum) - len(self.accepted)
+            terms = Wait(self.rules.deadline_seconds, missing if missing < len(tasks) else None, max(0, needed))
             asked = [task.client.index for task in tasks]
             self.note("asked", round=self.outcome.round, attempt=attempt, clients=asked)
             arriving = self.setup.engine.train(self.method, self.model, tasks, terms)

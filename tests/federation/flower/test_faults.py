@@ -280,6 +280,53 @@ def test_a_site_refuses_a_run_and_the_server_says_why(refusal: str, config: Conf
     assert lines.says("cannot take part", reason)
 
 
+def test_a_refusal_is_a_reason_and_not_an_absence(config: Config, tmp_path: Path, clock: Clock) -> None:
+    """A client that was turned away is neither waited for nor called absent."""
+    grid, _ = federation(config, tmp_path, accept={"methods": ["flame"]})
+    lines = Lines()
+    serve_on(grid, config, tmp_path, lines, grace_seconds=60.0, reconnect_seconds=120.0)
+    assert clock.now < 10
+    assert [record.rejected[0].reason for record in rounds_of(tmp_path)] == [
+        "refused by its site: the method 'fedit' is not among accept.methods (flame)"
+    ] * len(rounds_of(tmp_path))
+
+
+@pytest.mark.parametrize("refusing", [{0, 1, 2}, {0, 2}])
+def test_a_run_that_too_many_refuse_ends_at_once(refusing, config, tmp_path, clock):
+    policy = {"accept": {"min_examples": 1000}}
+    trainers = trainers_of(config, tmp_path, [policy if index in refusing else {} for index in range(3)])
+    with pytest.raises(QuorumError) as caught:
+        serve_on(grid_of(trainers), config, tmp_path, wait_seconds=600.0)
+    assert clock.now < 1
+    says(caught.value.message, f"{len(refusing)} of 3 clients cannot take part, but the run needs 2")
+    for index in refusing:
+        says(
+            caught.value.message, f"client-{index:03d}: refused by its site: a round trains on", "min_examples of 1000"
+        )
+
+
+def test_a_round_that_too_many_refuse_ends_while_others_train(config, tmp_path, clock):
+    policy = {"accept": {"leave": ["nothing/*"]}}
+    grid = grid_of(trainers_of(config, tmp_path, [{}, policy, policy]))
+    change_replies(grid.nodes[100], (1,), lambda reply: None)  # still training
+    lines = Lines()
+    with pytest.raises(QuorumError) as caught:
+        serve_on(grid, config, tmp_path, lines)
+    assert clock.now < 2
+    says(
+        caught.value.message, "2 of 3 clients refuse, and the round needs 2 uploads", "client-001: refused by its site"
+    )
+    assert lines.says("Round 1: client 2: refused by its site: the tensor", "accept.leave is nothing/*")
+
+
+def test_scores_that_all_refuse_name_the_reasons(config: Config, tmp_path: Path) -> None:
+    policy = {"accept": {"requests": ["train"]}}
+    grid = grid_of(trainers_of(config, tmp_path, [policy] * 3))
+    with pytest.raises(QuorumError) as caught:
+        serve_on(grid, config, tmp_path, server_evaluation=False)
+    says(caught.value.message, "client-002: refused by its site: 'score' is not among accept.requests (train)")
+
+
 def test_a_site_that_is_corrected_takes_part_from_the_next_round_on(config, tmp_path, clock):
     """It keeps its key, and so the node that was turned away; what it hears meanwhile is said once."""
     four = changed(config, "federation", rounds=4)

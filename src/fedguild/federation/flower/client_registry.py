@@ -62,7 +62,7 @@ class ClientRegistry:
         between_polls: Called whenever the server waits; may raise to end the wait.
         refusal: Called with the node, name and reason of everyone who is turned away.
         clients: Client index -> the client.
-        refused: Node -> the client that it claims to be, and why it was turned away.
+        refused: Node -> the name of the client that it claims to be, and why it was turned away.
         for_good: Those nodes of `refused` that are not asked again, since nothing that their operator does helps.
     """
 
@@ -77,7 +77,7 @@ class ClientRegistry:
     between_polls: Callable[[], None] = lambda: None
     refusal: Callable[[int, str, str], None] = lambda node, name, reason: None
     clients: dict[int, RegisteredClient] = field(default_factory=dict)
-    refused: dict[int, str] = field(default_factory=dict)
+    refused: dict[int, tuple[str, str]] = field(default_factory=dict)
     for_good: set[int] = field(default_factory=set)
     _asked: dict[int, str] = field(default_factory=dict)
     _reasons: Counter[str] = field(default_factory=Counter)
@@ -95,8 +95,8 @@ class ClientRegistry:
             grace_seconds: Time to wait for the other clients if enough have registered.
 
         Raises:
-            QuorumError: clients are missing after `wait_seconds`; the message names them, and those that were turned
-                away.
+            QuorumError: clients are missing after `wait_seconds`, or so many were turned away that too few can come;
+                the message has the reasons.
         """
         started = last_status = time.monotonic()
         self.echo(f"Waiting for {self.client_count} client(s), at most {wait_seconds:g} s.")
@@ -106,15 +106,19 @@ class ClientRegistry:
             missing = [index for index in range(self.client_count) if index not in self.clients]
             if not missing:
                 return dict(self.clients)
+            expected = [index for index in missing if not self.refusal_of(index)]
+            if self.client_count - len(missing) + len(expected) < (self.client_count if enough is None else enough):
+                raise self._too_few(missing, enough)
             now = time.monotonic()
-            if enough is not None and len(self.clients) >= enough and now - started > min(grace_seconds, wait_seconds):
+            graceful = now - started <= min(grace_seconds, wait_seconds) and expected
+            if enough is not None and len(self.clients) >= enough and not graceful:
                 self.echo(f"Continuing without {_names(missing)} for now.")
                 return dict(self.clients)
             if now - started > wait_seconds:
                 raise self._incomplete(missing, wait_seconds)
             if now - last_status > STATUS_SECONDS:
                 last_status = now
-                self.echo(f"Still waiting for {_names(missing)}; {len(self._asked)} node(s) have not answered yet.")
+                self.echo(f"Still waiting for {_names(expected)}; {len(self._asked)} node(s) have not answered yet.")
             time.sleep(self.poll_seconds)
 
     def turn_away(self, client: int, reason: str) -> None:
@@ -124,14 +128,14 @@ class ClientRegistry:
 
     def _refuse(self, node: int, name: str, reason: str) -> None:
         """Turns a node away, for now or permanently; a repeated reason for the same node is not reported again."""
-        before, self.refused[node] = self.refused.get(node), printable(f"{name}: {reason}")
+        before, self.refused[node] = self.refused.get(node), (name, printable(reason))
         self._pause(node, REFUSED_SECONDS)
         if self.refused[node] != before:
             self._reasons[name] += 1
             if self._reasons[name] > MOST_REASONS:
                 self.for_good.add(node)
                 reason = f"it was turned away for {MOST_REASONS} different reasons; this run asks it no more"
-                self.refused[node] = f"{name}: {reason}"
+                self.refused[node] = (name, reason)
                 if self._reasons[name] > MOST_REASONS + 1:
                     return
             self.refusal(node, name, printable(reason))
@@ -174,6 +178,12 @@ class ClientRegistry:
         failures = self._failed.get(node, (0, 0.0))[0] + 1
         pause = min(seconds * 2.0 ** min(failures - 1, 32), LONGEST_PAUSE_SECONDS)
         self._failed[node] = (failures, time.monotonic() + pause)
+
+    def refusal_of(self, client: int) -> str:
+        """Returns why a client that has not registered was turned away; empty if it was not."""
+        if client in self.clients:
+            return ""
+        return next((reason for name, reason in self.refused.values() if name == client_name(client)), "")
 
     def is_revoked(self, client: int) -> bool:
         return client_name(client) in self.revoked()
@@ -228,12 +238,22 @@ class ClientRegistry:
         return self.check(reply.client, answer.model_dump())
 
     def _incomplete(self, missing: list[int], wait_seconds: float) -> QuorumError:
-        reasons = "".join(f"\n  {reason}" for reason in self.refused.values())
         return QuorumError(
-            f"After {round(wait_seconds, 1):g} s these clients are still missing: {_names(missing)}.{reasons}",
+            f"After {round(wait_seconds, 1):g} s these clients are still missing: {_names(missing)}.{self._listed()}",
             "Start `fedguild federation client` on their machines and check its output, or raise wait_seconds "
             "in server.yaml.",
         )
+
+    def _too_few(self, missing: list[int], enough: int | None) -> QuorumError:
+        away = [index for index in missing if self.refusal_of(index)]
+        needed = "all" if enough is None else str(enough)
+        return QuorumError(
+            f"{len(away)} of {self.client_count} clients cannot take part, but the run needs {needed}.{self._listed()}",
+            "Their operators can change that (`accept` in site.yaml), or you the run; then start it again.",
+        )
+
+    def _listed(self) -> str:
+        return "".join(f"\n  {name}: {reason}" for name, reason in self.refused.values())
 
 
 def _names(indices: list[int]) -> str:

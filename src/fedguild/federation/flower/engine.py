@@ -16,14 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedguild.core.codec import Codec, decode, encode, expand, shrink
-from fedguild.core.errors import FedGuildError, UploadError
+from fedguild.core.errors import FedGuildError, QuorumError, UploadError
 from fedguild.core.layout import client_name
 from fedguild.core.payload import Payload
+from fedguild.core.text import printable
 from fedguild.federation.flower.client_registry import HELLO_BYTES, POLL_SECONDS, ClientRegistry
 from fedguild.federation.flower.message import Message
 from fedguild.federation.flower.replies import Abandoned, UploadStore, training_report
 from fedguild.federation.flower.transport import NoReply, Transport
-from fedguild.federation.schema import HEADER_BYTES, MessageKind
+from fedguild.federation.schema import HEADER_BYTES, REFUSED, MessageKind
 from fedguild.model.info import ModelInfo
 from fedguild.privacy.secure_sum.session import Session, Step
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, not_needed, too_late
@@ -150,6 +151,7 @@ class FlowerEngine:
         self._abandoned = Abandoned(transport)
         self._replies: dict[tuple[int, int], _Reply] = {}
         self._succeeded: set[int] = set()
+        self._refusals: dict[int, str] = {}
         self._late: list[tuple[Task, _Reply]] = []
         self._schema_of: Callable[[Task], Schema] | None = None
         self._limits: dict[str, int] = {}
@@ -158,7 +160,11 @@ class FlowerEngine:
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
     ) -> Iterator[Delivery]:
-        """Yields a delivery for every task, in client order; late deliveries of earlier rounds before and after."""
+        """Yields a delivery for every task, in client order; late deliveries of earlier rounds before and after.
+
+        Raises:
+            QuorumError: so many clients refuse that the round cannot have the uploads that it needs.
+        """
         if not tasks:
             return
         started, round = time.monotonic(), tasks[0].round
@@ -167,11 +173,12 @@ class FlowerEngine:
         yield from self._late_deliveries(method, model, round)
         for probe in self._probes.values():
             self._abandoned.add(probe)
-        self._probes, self._succeeded, self._unsent = {}, set(), {}
+        self._probes, self._succeeded, self._unsent, self._refusals = {}, set(), {}, {}
         if self.secure:
             self._allow_secure_answers(tasks)
         for task in tasks:
             self._send(task)
+        self._require_willing(tasks, terms)
         deadline = None if terms.deadline_seconds is None else started + terms.deadline_seconds
         lost_patience: float | None = None
         probed = started
@@ -179,6 +186,7 @@ class FlowerEngine:
             while not self._is_settled(task, terms, deadline):
                 self.registry.between_polls()
                 self._receive(round)
+                self._require_willing(tasks, terms)
                 patience, delivered = self.patience, len(self._succeeded)
                 if patience is not None and lost_patience is None and delivered >= patience.enough(len(tasks)):
                     lost_patience = patience.deadline(started, time.monotonic())
@@ -280,6 +288,8 @@ class FlowerEngine:
                 if reply is not None:
                     del pending[message_id]
                     replies[request.client] = _answer_to(request, reply)
+                    if (failure := replies[request.client].failure).startswith(REFUSED):
+                        self._tell(round, request.client, failure)
                     answered += not replies[request.client].failure
             if patience is not None and answered >= patience.enough(asked):
                 ends, patience = patience.deadline(started, time.monotonic()), None
@@ -350,8 +360,15 @@ class FlowerEngine:
         self._secure_limits = {round: max(limit, self._secure_limits.get(round, 0))}
 
     def _postpone(self, task: Task) -> None:
-        """Leaves a task unsent until `reconnect_seconds` have passed; then its client counts as absent."""
+        """Leaves a task unsent until `reconnect_seconds` have passed; then its client counts as absent.
+
+        One that was turned away is not waited for.
+        """
         index, now = task.client.index, time.monotonic()
+        if reason := self.registry.refusal_of(index):
+            self._unsent.pop(index, None)
+            self._replies[(task.round, index)], self._refusals[index] = _Reply(failure=reason), reason
+            return
         _, deadline = self._unsent.setdefault(index, (task, now + self.reconnect_seconds))
         if now >= deadline or index in self._absent:
             del self._unsent[index]
@@ -395,8 +412,28 @@ class FlowerEngine:
                 self._replies[key] = reply
             if not reply.failure:
                 self._succeeded.add(task.client.index)
+            elif reply.failure.startswith(REFUSED):
+                self._refusals[task.client.index] = printable(reply.failure)
+                self._tell(round, task.client.index, reply.failure)
         elif reply.upload is not None:
             self._late.append((task, reply))
+
+    def _tell(self, round: int, client: int, refusal: str) -> None:
+        """Tells the operator of a refusal as it arrives, while the other clients still work."""
+        self.registry.echo(printable(f"Round {round}: client {client}: {refusal}"))
+
+    def _require_willing(self, tasks: Sequence[Task], terms: Wait) -> None:
+        """Raises QuorumError if so many of the clients that were asked refuse that too few uploads are left."""
+        left = len(tasks) - len(self._refusals)
+        if left >= terms.needed:
+            return
+        listed = "".join(f"\n  {client_name(client)}: {why}" for client, why in sorted(self._refusals.items()))
+        refused = f"{len(self._refusals)} of {len(tasks)} clients refuse"
+        raise QuorumError(
+            f"{refused}, and the round needs {terms.needed} uploads.{listed}",
+            "Their operators can change that (`accept` in site.yaml), or you the run; the last complete round is "
+            "untouched.",
+        )
 
     def _store(self, task: Task, reply: Message | NoReply) -> _Reply:
         """Writes a reply's upload to disk, without decoding it, if its envelope matches the task."""
