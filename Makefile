@@ -14,7 +14,8 @@ demo: $(VENV)/.runtime
 		--seeds 0,1,2 --jobs 2 --reference fedit/tiny-tasks-ranks --output $(DEMO)
 
 # Compiled modules are kept, as the tests start many processes.
-PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+PYTEST_ENVIRONMENT = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+PYTEST = $(PYTEST_ENVIRONMENT) $(BIN)/python -m pytest
 
 # Three workers on two cores: some tests wait for other processes (tests/conftest.py).
 test: $(VENV)/.developer
@@ -29,14 +30,14 @@ test-long: $(VENV)/.developer
 	$(PYTEST) -n 2 -m long $(PYTEST_ARGS)
 
 # The core of the tests with the lowest versions that pyproject.toml allows, and with the newest that there are.
-CORE = tests/core tests/client tests/methods/test_matrix.py tests/methods/test_vocabulary.py
+CORE = tests/core tests/client tests/model tests/methods/test_matrix.py tests/methods/test_vocabulary.py
 TEST_PACKAGES = 'pytest>=9,<10' 'pytest-xdist>=3.8,<4' 'pytest-timeout>=2.4,<3' 'pytest-cov>=7,<8' 'peft>=0.21' nevergrad
 
 test-oldest: build/oldest/.ready
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n 2 -m "not long" $(CORE) $(PYTEST_ARGS)
+	$(PYTEST_ENVIRONMENT) build/oldest/bin/python -m pytest -n 2 -m "not long" $(CORE) $(PYTEST_ARGS)
 
 test-newest: build/newest/.ready
-	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 build/newest/bin/python -m pytest -n 2 -m "not long" $(CORE) $(PYTEST_ARGS)
+	$(PYTEST_ENVIRONMENT) build/newest/bin/python -m pytest -n 2 -m "not long" $(CORE) $(PYTEST_ARGS)
 
 build/oldest/.ready: constraints-oldest.txt pyproject.toml
 	$(PYTHON) -m venv build/oldest

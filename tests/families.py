@@ -6,12 +6,12 @@ import inspect
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.phimoe.modeling_phimoe import PhimoeTopKRouter
 
 from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.families import FAMILIES
-from tests.backbones import END, EXPERTS, PAD, TOP_K, VOCABULARY
+from tests.backbones import END, EXPERTS, PAD, TOP_K, VOCABULARY, is_released
 
 SMALL: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -112,7 +112,7 @@ STACKED = frozenset(
 DESCRIBED = tuple(
     family.name
     for family in FAMILIES.found()
-    if family.origin == "fedguild" and family.name in CONFIG_MAPPING and family.name != "switch_transformers"
+    if family.origin == "fedguild" and is_released(family.name) and family.name != "switch_transformers"
 )
 """Those that the installed transformers has, without the encoder-decoder models."""
 

@@ -381,8 +381,9 @@ def _decisions(page: Path) -> str:
 
 def _families(page: Path) -> str:
     """Returns the families of mixture-of-experts models whose routers and experts can be adapted."""
-    rows = [[f"`{one.name}`", one.title, _told(FAMILIES.load(one.name))] for one in FAMILIES.found()]
-    return _as_markdown([["model_type", "family", "weights of the active experts"], *rows])
+    described = [(one, FAMILIES.load(one.name)) for one in FAMILIES.found()]
+    rows = [[f"`{one.name}`", one.title, _told(family), family.since] for one, family in described]
+    return _as_markdown([["model_type", "family", "weights of the active experts", "transformers"], *rows])
 
 
 def _told(family: Family) -> str:

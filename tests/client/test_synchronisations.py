@@ -12,8 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
-from packaging.version import Version
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -124,7 +122,6 @@ def train(backbone, slots, monkeypatch, *, dropout=0.3, active=(2, 4), lengths=(
     return counts[-1]
 
 
-@pytest.mark.skipif(Version(transformers.__version__) < Version("5.18"), reason="Switch's router has another output")
 def test_experts_with_a_capacity_and_a_decoder_wait_for_nothing_within_a_layer(monkeypatch):
     """How many pairs are dropped or padding, the host does not know, and does not ask."""
     tokenizer = SimpleNamespace(pad_token_id=PAD, eos_token_id=END)

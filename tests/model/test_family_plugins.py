@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM, Cohere2MoeConfig, LagunaConfig
 
 from fedguild.core.errors import ConfigError, ModelError
@@ -121,6 +122,15 @@ def test_a_layer_that_is_not_built_as_its_family_says_is_named(monkeypatch: pyte
     monkeypatch.setattr(FAMILIES.load("laguna"), "router", "router")
     with pytest.raises(ModelError, match=r"model.layers.0.mlp \(LagunaSparseMoeBlock\) is not built as.*'router'"):
         backbone_of("laguna")
+
+
+@pytest.mark.usefixtures("more_families")
+def test_a_family_that_needs_a_newer_transformers_says_which(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(FAMILIES.load("laguna"), "since", "99.1")
+    with pytest.raises(ModelError, match=rf"'laguna' need transformers 99.1 or newer; {transformers.__version__} is"):
+        backbone_of("laguna")
+    with pytest.raises(ModelError, match="'laguna' need transformers 99"):
+        describe_architecture({"model_type": "laguna", **SIZES}, "laguna")
 
 
 def test_listing_the_families_does_not_import_torch():

@@ -44,7 +44,7 @@ def test_experts_are_unpacked(folder: Path) -> None:
     assert inspect_model(str(folder)).moe[0].num_experts == 8
     backbone = load_backbone(str(folder), device="cpu", dtype="float32")
     unpacked = {"quantization_config": Mxfp4Config(dequantize=True), "attn_implementation": "eager"}
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **unpacked)
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **unpacked).float()
     plain.set_experts_implementation("eager")
     ids = torch.tensor(random_rows([9, 9], seed=1))
     with torch.no_grad():

@@ -6,7 +6,6 @@ The lock is the operating system's (`filelock`), so it is released when its proc
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
 import json
 import os
@@ -16,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, Timeout
 
@@ -55,10 +53,7 @@ class Holder:
 
 def _lock(folder: Path, timeout_seconds: float) -> FileLock:
     """Returns the folder's lock; where the system has none, it fails rather than to leave a file that stays locked."""
-    options: dict[str, Any] = (
-        {"fallback_to_soft": False} if "fallback_to_soft" in inspect.signature(FileLock).parameters else {}
-    )
-    return FileLock(folder / LOCK, timeout=timeout_seconds, mode=PRIVATE_FILE, **options)
+    return FileLock(folder / LOCK, timeout=timeout_seconds, mode=PRIVATE_FILE, fallback_to_soft=False)
 
 
 def _without_secrets(words: list[str]) -> list[str]:

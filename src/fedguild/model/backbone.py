@@ -224,6 +224,8 @@ def load_backbone(
                 **placement,
                 **unpacking,
             )
+        for weight in model.parameters() if unpacking else ():  # transformers before 5.23 unpacks to bf16
+            weight.data = weight.data.to(kind)
         if is_gguf(path):  # its weights are dequantised
             model.hf_quantizer.remove_quantization_config(model)
         LoadingReport(
@@ -476,7 +478,10 @@ def _described(config: PreTrainedConfig, name: str, trust_remote_code: bool = Fa
 def _family_of(config: PreTrainedConfig) -> Family | None:
     name = str(config.model_type)
     family = FAMILIES.load(name) if name in FAMILIES else None
-    return family if family is not None and family.fits(config) else None
+    if family is None or not family.fits(config):
+        return None
+    family.require_release(name)
+    return family
 
 
 def _without_weights(config: PreTrainedConfig, trust_remote_code: bool, **options: Any) -> Any:

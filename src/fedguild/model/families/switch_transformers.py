@@ -62,6 +62,7 @@ class SwitchTransformers(Family):
     router = "router"
     projection = "classifier"
     routing: Mapping[str, Any] = MappingProxyType({})
+    since = "5.18"
     linear = True
 
     def prepare(self, model: nn.Module) -> None:

@@ -13,6 +13,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
+import transformers
+from packaging.version import Version
 from torch import Tensor, nn
 
 from fedguild.core.errors import ModelError, in_one_line
@@ -43,6 +45,7 @@ class Family:
             `e_score_correction_bias`, if it has one.
         routing: The fields of the rule, as in `RoutingRule.of`.
         unless: A key of the config; a model that sets it is as one of a family without a description.
+        since: The first release of transformers that has the architecture as described; empty for any.
         active: The config's key of the active experts per token; empty if the architecture has a fixed number.
         weighs_input: Whether a routing weight scales an expert's input and not its output.
         linear: Whether routers and experts are linear layers in transformers' own model, so that PEFT adapts them as
@@ -57,6 +60,7 @@ class Family:
     bias: str = ""
     routing: Mapping[str, Any] = MappingProxyType({"renormalise": "norm_topk_prob"})
     unless: str = ""
+    since: str = ""
     active: str = "num_experts_per_tok"
     weighs_input: bool = False
     linear: bool = False
@@ -70,6 +74,15 @@ class Family:
     def fits(self, config: Any) -> bool:
         """Whether the description covers a model; if not, its routers and experts stay frozen."""
         return not (self.unless and getattr(config, self.unless, None))
+
+    def require_release(self, name: str) -> None:
+        """Raises ModelError if the installed transformers is older than `since`."""
+        if self.since and Version(transformers.__version__).release < Version(self.since).release:
+            raise ModelError(
+                f"Models of the family '{name}' need transformers {self.since} or newer; "
+                f"{transformers.__version__} is installed.",
+                f"Install it: pip install 'transformers>={self.since}'.",
+            )
 
     def prepare(self, model: nn.Module) -> None:
         """Changes a loaded model, or one of meta tensors, before its experts are located.
