@@ -59,8 +59,13 @@ OVERVIEW = "overview.txt"
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLE_PAGES = METHOD_PAGES / "results"
 """Where every recorded table has a page."""
-MAIN = ("flame/table-2-english", "ub-smoe/table-4-english", "fedamole/table-1-english", "fedalign-moe/table-1-english")
-"""The tables of the four papers whose claims the page of results lists."""
+MAIN = {
+    "flame/table-2": ("smollm2", "english"),
+    "ub-smoe/table-4": ("smollm2", "english"),
+    "fedamole/table-1": ("english",),
+    "fedalign-moe/table-1": ("english",),
+}
+"""The tables of the four papers whose claims the page of results lists -> their models, the largest first."""
 LEGEND = "[What the columns say](results/index.md).\n"
 """Above the recorded tables on a method's page."""
 FACTS = ("Trains", "Sent up", "The client keeps", "The server combines", "Use it when")
@@ -220,11 +225,13 @@ def _page_name(table: str) -> str:
 def _results(page: Path) -> str:
     """Returns the claims of the four papers' main tables with their verdicts, and how many each table has."""
     every = _recorded_tables(RECORDS)
-    main = [["paper and table", "claim", "verdict"]]
-    for name in MAIN:
-        if name in every:
-            title = f"[{name.removesuffix('-english')}](results/{_page_name(name)})"
-            main += [[title, *said] for said in claims_in_short(*every[name], _near_chance(name))]
+    main = [["paper and table", "model", "claim", "column", "by score", "by nats per token", "costs"]]
+    for table, models in MAIN.items():
+        for model in models:
+            name = f"{table}-{model}"
+            if name in every:
+                title = f"[{table}](results/{_page_name(name)})"
+                main += [[title, model, *said] for said in claims_in_short(*every[name], _near_chance(name))]
     rest = [["table", *VERDICTS]]
     for shipped in _in_the_plans_order(tables()):
         if shipped.name in every:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from fedguild.config.table import Table
 from tests.tools.records import cell_record
 from tools.records.cells import CellRecord
+from tools.records.claims import claims_in_short
 from tools.records.summary import cost_ratios, summary_grid
 
 
@@ -80,3 +82,27 @@ def test_costs_are_of_the_seeds_that_all_rows_have() -> None:
         "fedit": [record("fedit", 0), record("fedit", 2, upload_bytes=9e6)],
     }
     assert cost_ratios(rows, "flame", ["fedit"]) == "up × 3.00, down × 1.00, FLOPs × 1.00"
+
+
+def test_a_claim_in_short_has_the_difference_that_decides_it_by_score_and_by_nats() -> None:
+    """Over fedit the lead is small and sure, over trivial large; in nats fedit loses less."""
+    nats = {"flame": 1.0, "fedit": 0.8, "trivial": 2.0}
+    scores = {"flame": 0.6, "fedit": 0.55, "trivial": 0.2}
+    records = [
+        record(row, seed, score=scores[row] + seed * 0.1, perplexity={"b1": math.exp(nats[row])})
+        for row in nats
+        for seed in range(3)
+    ]
+    claim = {"says": "FLAME leads", "higher": "flame", "lower": ["trivial", "fedit"], "columns": ["short"]}
+    (line,) = claims_in_short(table(claims=[claim]), records)
+    assert line == [
+        "FLAME leads",
+        "short",
+        "holds: +0.050 ± 0.000 (fedit)",
+        "does not hold: −0.200 ± 0.000 (fedit)",
+        "equal",
+    ]
+    (line,) = claims_in_short(table(claims=[claim]), records, unjudged=["fedit"])
+    assert line[2] == "holds: +0.400 ± 0.000 (trivial)"
+    (line,) = claims_in_short(table(claims=[claim]), records, unjudged=["flame"])
+    assert line[2:] == ["no verdict", "no verdict", "–"]

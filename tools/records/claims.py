@@ -38,18 +38,38 @@ def count_verdicts(table: Table, records: Sequence[CellRecord], unjudged: Collec
     return {word: words.count(word) for word in VERDICTS}
 
 
-def claims_in_short(
-    table: Table, records: Sequence[CellRecord], unjudged: Collection[str] = ()
-) -> list[tuple[str, str]]:
-    """Returns each claim with its verdicts, and the columns where they differ."""
+def claims_in_short(table: Table, records: Sequence[CellRecord], unjudged: Collection[str] = ()) -> list[list[str]]:
+    """Returns a line for each claim and column: claim, column, verdict by score, verdict by nats per token, costs.
+
+    Behind a verdict stands the difference that decides it: to the row over which the lead is smallest.
+    """
     found = []
     for claim in table.claims:
-        by_word: dict[str, list[str]] = {}
-        for column, word in _by_column(table, claim, records, unjudged).items():
-            by_word.setdefault(word, []).append(column)
-        told = [word if len(by_word) == 1 else f"{word} ({', '.join(columns)})" for word, columns in by_word.items()]
-        found.append((claim.says, "; ".join(told)))
+        score, judged = claim.score or table.score, _judged(claim, unjudged)
+        for column in claim.columns or table.columns:
+            cells = by_row(table, [record for record in records if record.column == column])
+            gaps = {row: difference(cells, claim.higher, row, score, claim.over) for row in judged}
+            saved = {row: _saved(cells, row, claim, score) for row in judged}
+            costs = cost_ratios(cells, claim.higher, judged) if judged else units.MISSING
+            where = units.MISSING if column == ONLY_COLUMN else column
+            found.append([claim.says, where, _decided(gaps), _decided(saved), costs])
     return found
+
+
+def _decided(differences: Mapping[str, Spread | None]) -> str:
+    """Returns a verdict with the difference that decides it: `does not hold: -0.031 ± 0.012 (flexlora)`."""
+    word = verdict(differences.values()) if differences else "no verdict"
+    known = {row: gap for row, gap in differences.items() if gap is not None and gap.count > 1}
+    if not known or word == "not recorded":
+        return word
+    end = 1 if word == "does not hold" else -1  # of the interval that decides
+    row, gap = min(known.items(), key=lambda one: one[1].mean + end * half_width(one[1]))
+    return f"{word}: {interval(gap)} ({row})"
+
+
+def _saved(cells: Mapping[str, Sequence[CellRecord]], row: str, claim: Claim, score: str) -> Spread | None:
+    """Returns how many nats per token a claim's higher row loses less than another."""
+    return difference(cells, row, claim.higher, claim.over or score, score, values=nats_per_token)
 
 
 def _by_column(table: Table, claim: Claim, records: Sequence[CellRecord], unjudged: Collection[str]) -> dict[str, Word]:
@@ -115,9 +135,7 @@ def by_perplexity(cells: Mapping[str, Sequence[CellRecord]], claim: Claim, score
         score: The score of its higher row.
         seeds: How many seeds the verdict rests on; empty: not compared.
     """
-    saved = [
-        difference(cells, row, claim.higher, claim.over or score, score, values=nats_per_token) for row in claim.lower
-    ]
+    saved = [_saved(cells, row, claim, score) for row in claim.lower]
     says, of = PERPLEXITY_SAYS[verdict(saved)], _seeds(saved)
     return says if says == units.MISSING or of == (seeds or of) else f"{says} ({of} seeds)"
 
