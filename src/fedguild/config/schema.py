@@ -32,6 +32,7 @@ NOT_IN_FINGERPRINT = (
     ("evaluation", "batch_tokens"),
     ("evaluation", "diagnostics"),
     ("evaluation", "eval_on_start"),
+    ("evaluation", "samples"),
 )
 LEFT_OUT_BY_DEFAULT = (
     *(("data", key) for key in ("chat_template", "train_on", "special_tokens")),
@@ -207,6 +208,13 @@ class EvaluationSettings(Section):
         default="auto",
         description="Tokens in one forward pass of the evaluation, and in a batch of generated texts; auto: as many as "
         "a GPU's free memory holds, 8192 on a CPU.",
+    )
+    samples: int = Field(
+        default=3,
+        ge=0,
+        description="Number of held-out examples whose answers before and after training the report shows, at every "
+        "budget: the likeliest choice, and a generated text of at most 64 tokens. Only examples that the global model "
+        "is scored on, and none of the simulated clients' under differential privacy.",
     )
     perplexity: bool = Field(default=False, description="Also record the perplexity of the reference responses.")
     diagnostics: bool = Field(

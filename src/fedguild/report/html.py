@@ -235,6 +235,7 @@ def _run_page(run: Run, shown: Shown) -> dict[str, Any]:
         "curve_values": curves_grid(curves, f"{run.split.capitalize()} score by round"),
         "from_the_start": any(record.round == 0 for record in run.evaluations),
         "tasks": task_grid(run),
+        "samples": _samples(run),
         "privacy": privacy_grid(run),
         "guarantee": run.guarantee,
         "personal": _personal(run, table, shown),
@@ -251,6 +252,18 @@ def _run_page(run: Run, shown: Shown) -> dict[str, Any]:
         "rejections": run.rejections(),
         **_details(run),
     }
+
+
+def _samples(run: Run) -> list[dict[str, Any]]:
+    """Returns the sampled examples, each with what every budget answered before training and after the last round."""
+    shown: dict[tuple[str, str], dict[str, Any]] = {}
+    for one in run.samples:
+        example = shown.setdefault(
+            (one.prompt, one.reference), {"prompt": one.prompt, "reference": one.reference, "answers": {}}
+        )
+        before, after = example["answers"].setdefault(one.budget, [None, None])
+        example["answers"][one.budget] = [one, after] if one.round == 0 else [before, one]
+    return list(shown.values())
 
 
 def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from fedguild.measuring.log.records import (
     RunLog,
     StrayUpload,
 )
+from fedguild.measuring.log.samples import write_samples
 from fedguild.measuring.scores.metrics import Metric
 from fedguild.runs.byte_budget import ByteBudget
 from fedguild.runs.callbacks import Callback, Delivery, check_scores, listed, make_callback
@@ -45,6 +46,7 @@ from fedguild.runs.scoring import (
     evaluate_state,
     recorded_scores,
     require_scorable,
+    sampled,
     untrained_loss,
 )
 from fedguild.runs.setup import (
@@ -259,6 +261,7 @@ def _begin(experiment: Experiment) -> Payload:
     _write_facts(experiment)
     if config.evaluation.eval_on_start:
         RunLog(experiment.folder).append(*evaluate_state(experiment, state, 0))
+        _sample(experiment, state, 0)
     else:
         require_scorable(experiment)
     return _save(experiment, 0, state)
@@ -340,6 +343,7 @@ class _Rounds:
             records = [*self._records_of(outcome), *self._scores_of(outcome)]
             self._record(outcome, records, started)
             self._save(number)
+        _sample(self.experiment, self.state, self.last)
         return _ended(self.experiment, self.last, self.delivery)
 
     def _begin(self, number: int) -> Sequence[ClientInfo]:
@@ -465,6 +469,12 @@ def write_report(folder: Path) -> Path:
     from fedguild.report import html  # matplotlib takes a second to import, and only a whole run needs it
 
     return html.write_report(folder)
+
+
+def _sample(experiment: Experiment, state: Payload, number: int) -> None:
+    """Keeps what the global model answers to a few examples, for the report."""
+    if experiment.config.evaluation.samples and (samples := sampled(experiment, state, number)):
+        write_samples(experiment.folder, samples)
 
 
 def _ended(experiment: Experiment, last: int, delivery: Delivery) -> RunResult:

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import groupby, islice, zip_longest
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,10 +23,12 @@ from fedguild.engines.cohorts import MEMORY_SHARE, free_bytes
 from fedguild.measuring.costs.flops import cost
 from fedguild.measuring.costs.memory import evaluation_batch_tokens
 from fedguild.measuring.log.records import EvaluationRecord, Record
+from fedguild.measuring.log.samples import Sample
+from fedguild.measuring.scores.generation import generate_texts
 from fedguild.measuring.scores.likelihood import Candidates, candidate_losses, encode_candidates
 from fedguild.measuring.scores.metrics import METRICS, load_metrics
 from fedguild.measuring.scores.mismatch import Mismatch
-from fedguild.measuring.scores.tasks import EvaluatedModel, Scoring, pad_id
+from fedguild.measuring.scores.tasks import EvaluatedModel, Scoring, likeliest, pad_id
 from fedguild.measuring.scores.tasks import evaluate as score
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.slots import SlotModel
@@ -35,8 +38,11 @@ from fedguild.runs.setup import Experiment, OwnScope, Split
 from fedguild.server.method import Deployment, Method, client_model
 from fedguild.server.optimizer import without_momentum
 
+Found = TypeVar("Found")
 Model = tuple[str, Budget, Deployment]
 """A model's name (that of its budget or client), the budget that it runs at, and its deployment."""
+Scored = tuple[Model, Sequence[Example]]
+"""A model with the examples that it answers."""
 Content = tuple[tuple[str, Budget, AdapterPlan, str], ...]
 Known = dict[Content, list[EvaluationRecord]]
 """Scores by what the scored models are."""
@@ -46,18 +52,18 @@ DIAGNOSED_TEXTS = 32
 """Number of held-out texts by which the diagnosis compares numbers of active experts."""
 UNTRAINED_TEXTS = 16
 """Number of training texts by which the backbone's own loss is estimated."""
+SAMPLED_TOKENS = 64
+"""Longest answer that the report shows."""
 CPU_BATCH_TOKENS, LEAST_BATCH_TOKENS = 8192, 64
 """Tokens of a batch that `evaluation.batch_tokens: auto` takes on a CPU, where more make nothing faster; the fewest."""
 
 
 def evaluate_state(experiment: Experiment, state: Payload, number: int, split: Split | None = None) -> list[Record]:
     """Scores the global model at every budget and, if the config asks for it, every client's own model."""
-    settings, method, model = experiment.config.evaluation, experiment.method, experiment.backbone.info
+    settings = experiment.config.evaluation
     split = split or settings.split
     pooled = experiment.data.pooled(split, settings.max_examples, experiment.config.seed)
-    budgets = experiment.budgets if pooled or experiment.remote is None else []
-    deployed = [(budget, method.deploy(state, model, budget)) for budget in budgets]
-    global_models = [(budget.name, budget, deployment) for budget, deployment in deployed if deployment is not None]
+    global_models = _global_models(experiment, state) if pooled or experiment.remote is None else []
     records = _scored(experiment, global_models, [pooled] * len(global_models), ("budget", number, split))
     summary: list[Record] = [summary_record("mean", records)] if records else []
     own = _scores_own_models(experiment, has_global_model=bool(global_models))
@@ -84,6 +90,60 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
         or {record.name: record.score for record in summary if isinstance(record, EvaluationRecord)}
     )
     return [*records, *summary]
+
+
+def sampled(experiment: Experiment, state: Payload, number: int) -> list[Sample]:
+    """Returns what the global model answers at every budget to a few of the examples that it is scored on.
+
+    Empty for a method without a global model, if the server has no examples, and if differential privacy protects the
+    clients that hold them.
+    """
+    config, tokenizer = experiment.config, experiment.backbone.tokenizer
+    settings, corpus = config.evaluation, experiment.data.corpus
+    examples = experiment.data.pooled(settings.split, settings.samples, config.seed) if settings.samples else ()
+    of_clients = experiment.remote is None and not (settings.split == "test" and corpus.test)
+    if not examples or (of_clients and config.privacy.unit != "none"):
+        return []
+    rows = [encode_candidates(example, tokenizer, config.data.max_length) for example in examples]
+
+    def answers(members: Sequence[Scored], _: Sequence[AdapterPlan], model: EvaluatedModel, size: int) -> list[Sample]:
+        texts = generate_texts(
+            model,
+            [examples] * len(members),
+            tokenizer,
+            max_tokens=config.data.max_length,
+            max_new_tokens=min(SAMPLED_TOKENS, settings.max_new_tokens, config.data.max_length // 2),
+            batch_tokens=size,
+        )
+        losses = candidate_losses(model, [rows] * len(members), size, pad_id(tokenizer))
+        return [
+            Sample(
+                round=number,
+                budget=name,
+                prompt=example.prompt,
+                reference=example.response,
+                likeliest=_chosen(example, row, nll, _scoring(experiment)),
+                generated=text,
+            )
+            for ((name, _, _), _), of_slot, nlls in zip(members, texts, losses, strict=True)
+            for example, row, text, nll in zip(examples, rows, of_slot, nlls, strict=True)
+        ]
+
+    models = _global_models(experiment, state)
+    return _in_slots(experiment, models, [examples] * len(models), answers)
+
+
+def _chosen(example: Example, row: Candidates, nll: Sequence[float], scoring: Scoring) -> str:
+    if not example.choices:
+        return ""
+    return example.choices[likeliest(nll, [len(response) for response in row.responses], scoring)]
+
+
+def _global_models(experiment: Experiment, state: Payload) -> list[Model]:
+    """Returns the global model at every budget; empty if the method has none."""
+    method, model = experiment.method, experiment.backbone.info
+    deployed = [(budget, method.deploy(state, model, budget)) for budget in experiment.budgets]
+    return [(budget.name, budget, deployment) for budget, deployment in deployed if deployment is not None]
 
 
 def diagnosed(experiment: Experiment, state: Payload, number: int) -> list[Record]:
@@ -205,36 +265,56 @@ def _scored(
     examples: Sequence[Sequence[Example]],
     where: Where,
 ) -> list[EvaluationRecord]:
-    """Scores several models; those with the same merged backbone are scored together, in groups of a cohort's size."""
+    """Scores several models."""
+    return _in_slots(experiment, models, examples, partial(_scored_at_once, experiment, where))
+
+
+def _in_slots(
+    experiment: Experiment,
+    models: Sequence[Model],
+    examples: Sequence[Sequence[Example]],
+    use: Callable[[Sequence[Scored], Sequence[AdapterPlan], EvaluatedModel, int], list[Found]],
+) -> list[Found]:
+    """Uses several models; those with the same merged backbone together, in groups of a cohort's size.
+
+    Args:
+        use: Takes models with their examples, their plans, the loaded slots, and the tokens of a batch.
+    """
     at_once = experiment.config.federation.cohort_size
     width = MODELS_AT_ONCE if at_once == "auto" else at_once
-    records: list[EvaluationRecord] = []
+    found: list[Found] = []
     for _, group in groupby(zip(models, examples, strict=True), key=lambda pair: _identity(pair[0][2].merged)):
         members = list(group)
         here = experiment.scorer is None
         with experiment.backbone.merged(members[0][0][2].merged) if here else nullcontext():
             for start in range(0, len(members), width):
-                records += _scored_at_once(experiment, members[start : start + width], where)
-    return records
+                chosen = members[start : start + width]
+                plans = [evaluated_plan(experiment, budget, deployment) for (_, budget, deployment), _ in chosen]
+                with _loaded(experiment, plans, [deployment for (_, _, deployment), _ in chosen]) as (model, size):
+                    found += use(chosen, plans, model, size)
+    return found
 
 
 def _scored_at_once(
-    experiment: Experiment, members: Sequence[tuple[Model, Sequence[Example]]], where: Where
+    experiment: Experiment,
+    where: Where,
+    members: Sequence[Scored],
+    plans: Sequence[AdapterPlan],
+    model: EvaluatedModel,
+    batch_tokens: int,
 ) -> list[EvaluationRecord]:
     """Scores several models, each on its examples, in one pass."""
     config, backbone = experiment.config, experiment.backbone
     settings = config.evaluation
-    plans = [evaluated_plan(experiment, budget, deployment) for (_, budget, deployment), _ in members]
-    with _loaded(experiment, plans, [deployment for (_, _, deployment), _ in members]) as (model, batch_tokens):
-        scores = score(
-            model,
-            [examples for _, examples in members],
-            backbone.tokenizer,
-            max_tokens=config.data.max_length,
-            max_new_tokens=settings.max_new_tokens,
-            batch_tokens=batch_tokens,
-            scoring=_scoring(experiment),
-        )
+    scores = score(
+        model,
+        [examples for _, examples in members],
+        backbone.tokenizer,
+        max_tokens=config.data.max_length,
+        max_new_tokens=settings.max_new_tokens,
+        batch_tokens=batch_tokens,
+        scoring=_scoring(experiment),
+    )
     flops = [cost(backbone.info, plan).table_flops(1, adapters=False) for plan in plans]
     return [
         evaluation_record(name, where, result, plan, per_token, perplexity=settings.perplexity)

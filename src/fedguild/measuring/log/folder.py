@@ -27,6 +27,7 @@ from fedguild.measuring.log.records import (
     RoutingRecord,
     RunLog,
 )
+from fedguild.measuring.log.samples import Sample, read_samples
 
 if TYPE_CHECKING:
     import pandas
@@ -133,6 +134,7 @@ class Run(Described):
         privacy: Privacy spent by the clients after each round, in order of writing; empty without differential privacy.
         guarantee: What is protected, from whom and under which assumptions, in sentences; empty without it.
         method_options: Every option of the method as it runs, defaults included.
+        samples: Answers to a few held-out examples, before and after training.
     """
 
     folder: Path
@@ -147,6 +149,7 @@ class Run(Described):
     privacy: Sequence[PrivacyRecord] = ()
     guarantee: Sequence[str] = ()
     method_options: Mapping[str, Any] = field(default_factory=dict)
+    samples: Sequence[Sample] = ()
 
     @property
     def split(self) -> str:
@@ -163,8 +166,7 @@ class Run(Described):
         Raises:
             CheckpointError: it was not evaluated after that round.
         """
-        lists = ("rounds", "clients", "evaluations", "routing", "observations", "privacy")
-        lists = ("rounds", "clients", "evaluations", "routing", "observations", "privacy")
+        lists = ("rounds", "clients", "evaluations", "routing", "observations", "privacy", "samples")
         kept: dict[str, Any] = {
             name: [record for record in getattr(self, name) if record.round <= round] for name in lists
         }
@@ -314,6 +316,7 @@ def load_run(folder: Path, *, needs_scores: bool = True) -> Run:
         privacy=[record for record in records if isinstance(record, PrivacyRecord)],
         guarantee=read_mapping(folder / "privacy.json").get("guarantee", ()),
         method_options=read_mapping(folder / METHOD).get("options", {}),
+        samples=read_samples(folder),
     )
 
 

@@ -133,7 +133,7 @@ def _score(
     correct: float | None = None
     measured: dict[str, float] = {}
     if example.choices:
-        predicted = _likeliest(nll, lengths, scoring) if text is None else parse_label(text, example.choices)
+        predicted = likeliest(nll, lengths, scoring) if text is None else parse_label(text, example.choices)
         primary = correct = float(predicted == right)
     else:
         measured = measure(scoring.metrics, text or "", example.response)
@@ -150,7 +150,8 @@ def _score(
     )
 
 
-def _likeliest(nll: Sequence[float], lengths: Sequence[int], scoring: Scoring) -> int:
+def likeliest(nll: Sequence[float], lengths: Sequence[int], scoring: Scoring) -> int:
+    """Returns the index of the likeliest candidate, from their losses in nats and their lengths in tokens."""
     costs = [
         loss / length if scoring.length_normalization == "mean" else loss
         for loss, length in zip(nll, lengths, strict=True)
