@@ -134,7 +134,9 @@ class ModelSettings(Section):
         pattern=r"^(auto|cpu|mps|cuda(:\d+)?)$",
         description="auto, cpu, cuda, cuda:N or mps (Apple); auto: a CUDA GPU if there is one, else the CPU.",
     )
-    load_in_4bit: bool = Field(default=False, description="Load the backbone in 4 bits; needs a GPU and bitsandbytes.")
+    load_in_4bit: bool = Field(
+        default=False, description="Load the backbone in 4 bits; needs bitsandbytes, and a CUDA GPU or a CPU."
+    )
     attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="Attention implementation.")
     trust_remote_code: bool = Field(
         default=False,

@@ -19,7 +19,7 @@ from fedguild.core.errors import ConfigError, ModelError
 from fedguild.core.payload import digest_of
 from fedguild.data.batches import Seq2Seq
 from fedguild.model.families import FAMILIES
-from fedguild.model.four_bit import four_bit_options, quantise_experts
+from fedguild.model.four_bit import four_bit_options, prepare_for_cpu, quantise_experts
 from fedguild.model.frozen_linear import speed_up_frozen_linears
 from fedguild.model.heap import keep_freed_pages
 from fedguild.model.info import ModelInfo
@@ -174,7 +174,7 @@ def load_backbone(
         revision: Branch, tag or commit on the hub.
         dtype: `auto` (bf16 on a GPU, fp32 on a CPU), float32, bfloat16 or float16.
         device: `auto`, `cpu`, `cuda` or `cuda:N`.
-        load_in_4bit: Whether to keep the frozen linear layers and experts in 4 bit (needs a GPU and bitsandbytes).
+        load_in_4bit: Whether to keep the frozen linear layers and experts in 4 bit (needs bitsandbytes).
         attention: transformers' attention implementation; `sdpa` means `eager` for models that sdpa cannot run, such as
             gpt-oss with its attention sinks, and for encoder-decoder models with their position biases.
         trust_remote_code: Whether the hub's own model code may run.
@@ -357,6 +357,8 @@ def make_backbone(
     fuse(model, next(model.parameters()).device if ranks is None else ranks.device, model.dtype)
     if getattr(model, "is_loaded_in_4bit", False):
         quantise_experts(layer.experts for layer in layers)
+        if model.device.type == "cpu":
+            prepare_for_cpu(model, name)
     packs = allow_packing(model) and packing and all(layer.capacity is None for layer in layers)
     dtype = model.dtype
     if ranks is not None:

@@ -171,7 +171,7 @@ def _require_device(method: Method, config: Config) -> None:
     lacking = {
         f"method.name={method.name}": method.facts.needs_float64 and f"it {method.facts.needs_float64} in fp64",
         "privacy.unit=example": config.privacy.unit == "example" and "it clips gradients in fp64",
-        "model.load_in_4bit": config.model.load_in_4bit and "bitsandbytes needs CUDA",
+        "model.load_in_4bit": config.model.load_in_4bit and "bitsandbytes needs CUDA or a CPU",
         "federation.engine.name=ray": config.federation.engine.name == "ray" and "Ray assigns CUDA's GPUs",
         "torchrun": torchrun_ranks() > 1 and "its processes communicate by NCCL or on CPUs",
     }
