@@ -39,6 +39,7 @@ def test_init_writes_files_that_load(guild: Path) -> None:
     assert (server.port, server.server_evaluation, server.run) == (9443, True, "run.yaml")
     assert (server.host, server.opens, server.control_port) == ("127.0.0.1", None, 9444)
     assert (run.federation.clients, run.federation.engine.name, run.seed) == (2, "flower", 7)
+    assert "  # aggregator: none\n" in (guild / "server" / "run.yaml").read_text(), "two have no median"
     for index in range(2):
         site = load_site(guild / f"client-{index:03d}")
         assert (site.client, site.data.shares, site.data.share, site.data.seed) == (index, 2, index, 7)

@@ -22,8 +22,13 @@ RECORDED = json.loads((Path(__file__).parent / "presets_of_0.3.json").read_text(
 """`flame/tiny-tasks`: its resolved settings; `differences`: section -> what others have in its place; `presets`:
 a name, and for each of these sections, which."""
 
-SINCE = {"data.chat_template": None, "data.train_on": "all_turns", "data.special_tokens": "text"}
-"""Settings that 0.3 did not have, with what it did."""
+SINCE = {
+    "data.chat_template": None,
+    "data.train_on": "all_turns",
+    "data.special_tokens": "text",
+    "federation.robust": "auto",
+}
+"""Settings that 0.3 did not have, with what it did. An aggregator of auto is none in a simulation, as 0.3 had it."""
 
 
 def recorded(name: str) -> dict[str, Any]:

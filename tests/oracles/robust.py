@@ -36,18 +36,41 @@ def trimmed_mean(values: Sequence[Tensor], trim: float) -> Tensor:
 
 
 def over_holders(
-    values: Sequence[Tensor], holders: Sequence[Tensor], before: Tensor, robust: str, trim: float
+    values: Sequence[Tensor], weights: Sequence[Tensor], before: Tensor, robust: str, trim: float
 ) -> Tensor:
-    """The same of each coordinate over the clients whose mask is true there; `before` where there is none."""
+    """The same of each coordinate over the clients whose weight is positive there, the trimmed mean by these weights.
+
+    `before` where there is no such client.
+    """
     result = torch.empty(before.numel(), dtype=torch.float64)
-    masks = [held.expand(before.shape).flatten() for held in holders]
+    spread = [weight.expand(before.shape).flatten() for weight in weights]
     for coordinate in range(before.numel()):
-        held = [value.flatten()[coordinate] for value, mask in zip(values, masks, strict=True) if mask[coordinate]]
+        pairs = zip(values, spread, strict=True)
+        held = sorted((float(x.flatten()[coordinate]), float(w[coordinate])) for x, w in pairs if w[coordinate] > 0)
         if not held:
             result[coordinate] = before.flatten()[coordinate]
+        elif robust == "median":
+            result[coordinate] = median([torch.tensor(value) for value, _ in held])
         else:
-            result[coordinate] = median(held) if robust == "median" else trimmed_mean(held, trim)
+            left_out = min(math.ceil(trim * len(held)), (len(held) - 1) // 2)
+            kept = held[left_out : len(held) - left_out]
+            result[coordinate] = sum(value * weight for value, weight in kept) / sum(weight for _, weight in kept)
     return result.reshape(before.shape)
+
+
+def centered_clipping(changes: Sequence[Tensor], weights: Sequence[float], start: Tensor, iterations: int) -> Tensor:
+    """Karimireddy et al. 2021, Algorithm 2 with weights: v after so many steps, tau the median distance from v."""
+    centre = start
+    for _ in range(iterations):
+        distances = [math.sqrt(float(((change - centre) ** 2).sum())) for change in changes]
+        ordered = sorted(distances)
+        half = len(ordered) // 2
+        tau = ordered[half] if len(ordered) % 2 else (ordered[half - 1] + ordered[half]) / 2
+        step = torch.zeros_like(centre)
+        for change, weight, distance in zip(changes, weights, distances, strict=True):
+            step += weight * (change - centre) * (min(1.0, tau / distance) if distance else 1.0)
+        centre = centre + step / sum(weights)
+    return centre
 
 
 class Medians(RunningMeans):

@@ -99,10 +99,37 @@ def test_a_change_far_beyond_the_rounds_median_is_left_out(tmp_path: Path) -> No
     assert "the change of 'adapter' has the norm 2e+04, beyond 10 times the round's median of" in rejected[4]
 
 
-def test_the_bound_is_the_factor_times_the_median(tmp_path: Path) -> None:
+def test_changes_beyond_the_factor_are_shortened_to_it_and_far_ones_left_out(tmp_path: Path) -> None:
+    """0.3 aggregated a change of up to ten medians whole."""
     ones = torch.ones(2, 2) / 2
-    given = uploads(START + ones, START + ones, START + ones, START + 3.99 * ones, START + 4.01 * ones)
-    assert list(aggregate(tmp_path, given, NormBound(4.0))[1]) == [4]
+    sizes = (1.0, 1.0, 1.0, 1.0, 2.99, 9.9, 10.1)
+    given = uploads(*(START + size * ones for size in sizes), examples=[1] * 7)
+    found, rejected = aggregate(tmp_path, given, NormBound())
+    assert list(rejected) == [6]
+    torch.testing.assert_close(found, START + ones * (1 + 1 + 1 + 1 + 2.99 + 3.0) / 6)
+    found, rejected = aggregate(tmp_path, given, NormBound(20.0))
+    assert not rejected, "a larger factor is the bound of what is left out, too"
+    torch.testing.assert_close(found, START + ones * sum(sizes) / 7)
+
+
+def test_what_is_shortened_keeps_whole_numbers_and_bounded_statistics(tmp_path: Path) -> None:
+    extra = {"adapter/own": torch.tensor([0.9]), "adapter/steps": torch.tensor([7])}
+    given = [
+        replace(upload, payload=Payload({**upload.payload.tensors, **extra}))
+        for upload in uploads(*(START + size for size in (1.0, 1.0, 1.0, 1.0, 5.0)))
+    ]
+    kept: list[Upload] = []
+
+    def seen(sent: Iterable[Upload], passage: Any, onward: Any) -> Payload:
+        kept.extend(sent)
+        return STATE
+
+    through([NormBound(2.0), seen], method(), STATE, given, bounded={"adapter/own", "adapter/steps"})
+    assert kept[:4] == given[:4]
+    shortened = kept[4].payload.tensors
+    torch.testing.assert_close(shortened["adapter/x"], START + 2.0)
+    assert torch.equal(shortened["adapter/own"], extra["adapter/own"])
+    assert torch.equal(shortened["adapter/steps"], extra["adapter/steps"])
 
 
 def test_a_large_adapter_that_was_received_is_no_change(tmp_path: Path) -> None:
@@ -156,7 +183,8 @@ def test_a_method_that_never_gets_a_finite_state_is_an_error(tmp_path: Path) -> 
 def test_a_robust_centre_takes_the_means_place(kind: Any, tmp_path: Path) -> None:
     given = moved(0.1, 0.3, 0.2, -0.2, 1e5)
     values = [upload.payload.tensors["adapter/x"] for upload in given]
-    expected = oracle.median(values) if kind == "median" else oracle.trimmed_mean(values, 0.2)
+    weights = [torch.tensor(float(size)) for size in EXAMPLES]
+    expected = oracle.over_holders(values, weights, START, kind, 0.2)
     found, rejected = aggregate(tmp_path, given, RobustMean(kind))
     torch.testing.assert_close(found.double(), expected)
     assert float((found - START).abs().max()) < 1.0

@@ -18,7 +18,7 @@ from fedguild.methods import METHODS, build_method
 from fedguild.runs.setup import check_config
 from fedguild.server import checkpoint
 from fedguild.server.engine import Delivery, Task
-from fedguild.server.optimizer import MOMENTUM, server_step, takes_steps, without_momentum
+from fedguild.server.optimizer import MOMENTUM, own_state, server_step, takes_steps
 from fedguild.server.round import RoundSetup
 from fedguild.server.rounds import run_round
 from tests.methods.federation import LARGE, SMALL, client, upload
@@ -43,7 +43,7 @@ def test_rounds_are_those_of_the_loop(step: float, momentum: float) -> None:
             upload(client(index, LARGE, examples), adapter={NAME: uploads[index]})
             for index, examples in enumerate(sizes)
         ]
-        after = method.aggregate(without_momentum(found), iter(sent))
+        after = method.aggregate(own_state(found), iter(sent))
         found = server_step(found, after, step=step, momentum=momentum)
     expected = oracle.rounds(start.tolist(), trained.tolist(), sizes, step=step, momentum=momentum)
     torch.testing.assert_close(found.part(ADAPTER)[NAME], torch.tensor(expected), rtol=1e-5, atol=1e-6)
@@ -53,7 +53,7 @@ def test_rounds_are_those_of_the_loop(step: float, momentum: float) -> None:
 def test_at_the_defaults_nothing_is_touched() -> None:
     after = state([0.1, 0.2])
     assert server_step(state([0.3, 0.7]), after, step=1.0, momentum=0.0) is after
-    assert without_momentum(after) is after
+    assert own_state(after) is after
 
 
 def test_what_nobody_trained_stays_and_keeps_its_momentum() -> None:
@@ -134,7 +134,7 @@ def test_momentum_survives_its_checkpoint(olmoe_backbone: Any, tmp_path: Path) -
     first = after(1, method.start(model, [LARGE, SMALL], torch.Generator().manual_seed(0)))
     checkpoint.save(tmp_path, 1, first, fingerprint="x")
     found = after(2, checkpoint.load(tmp_path, 1, fingerprint="x").state)
-    expected, forgotten = after(2, first), after(2, without_momentum(first))
+    expected, forgotten = after(2, first), after(2, own_state(first))
     assert found.tensors.keys() == expected.tensors.keys()
     for name, value in expected.tensors.items():
         assert torch.equal(found.tensors[name], value)

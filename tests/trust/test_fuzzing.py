@@ -106,7 +106,8 @@ def again(
         return HostileClient(index, answer)
 
     secure = config.federation.secure
-    plain = config.federation.model_copy(update={"secure": False})
+    mean = {"aggregator": "none", "norm_factor": None} if secure else {}  # a secure run can have nothing else
+    plain = config.federation.model_copy(update={"secure": False, **mean})
     evaluation = config.evaluation.model_copy(update={"every": 999})
     quick = config.model_copy(update={"evaluation": evaluation, "federation": plain})
     sizes = {} if secure else SIZES

@@ -164,14 +164,18 @@ class FederationSettings(Section):
     norm_factor: Literal["auto"] | Annotated[float, Field(gt=0)] | None = Field(
         default="auto",
         description="Largest norm of an upload's change, as a multiple of the round's median, for each part, in "
-        "rounds with at least 4 uploads; auto: 10 with real clients, none in a simulation. null: no limit.",
+        "rounds with at least 4 uploads. Longer changes are shortened to it, and an upload with one beyond 10 times "
+        "the median (or this factor, if larger) is left out. auto: 3 with real clients, none in a simulation. null: "
+        "no limit.",
     )
-    aggregator: Literal["none", "trimmed_mean", "median", "clipped"] = Field(
-        default="none",
-        description="Robust estimate instead of the mean over the clients, for methods whose server takes means; "
-        "trimmed_mean: the mean of each value without the extremes; median: the median of each value; both are over "
-        "the clients that hold the value and weight them equally; clipped: the weighted mean of changes that are "
-        "clipped to the round's median norm.",
+    aggregator: Literal["auto", "none", "trimmed_mean", "median", "clipped", "centered_clipping"] = Field(
+        default="auto",
+        description="Robust estimate instead of the mean over the clients, for methods whose server takes means. auto: "
+        "trimmed_mean with real clients if a round has at least 4, unless federation.secure or central noise keeps "
+        "single uploads from it; else none. none: the method's mean. trimmed_mean: the method's mean of each value "
+        "without the extremes. median: the median of each value, which weighs clients equally; both are over the "
+        "clients that hold the value. clipped: the mean of changes that are clipped to the round's median norm. "
+        "centered_clipping: the mean of changes that are clipped to the median distance from the last round's change.",
     )
     trim: float = Field(
         default=0.2, gt=0, lt=0.5, description="Share of the clients that trimmed_mean leaves out at either end."

@@ -313,12 +313,13 @@ class Config(Section):
         horizon = self.training.round_horizon or self.federation.rounds
         return self.training.model_copy(update={"round_horizon": horizon})
 
-    def resolved_yaml(self, method_options: Mapping[str, Any] = MappingProxyType({})) -> str:
+    def resolved_yaml(self, method_options: Mapping[str, Any] = MappingProxyType({}), aggregator: str = "") -> str:
         """Returns every setting, defaults included, as YAML that loads to an equal config.
 
         Args:
             method_options: The method's options as it runs. Those that the config leaves to the method are comments: it
                 may choose them anew where the config is used for another model or federation.
+            aggregator: What `federation.aggregator: auto` is in this run, for a comment; empty for none.
         """
         text = ""
         for key, section in self.model_dump(mode="json").items():
@@ -326,6 +327,8 @@ class Config(Section):
             if key == "method":
                 chosen = {name: value for name, value in method_options.items() if name not in self.method.options}
                 text += "".join(f"  # {line}\n" for line in _as_yaml(chosen).splitlines()) if chosen else ""
+            if key == "federation" and aggregator and self.federation.aggregator == "auto":
+                text += f"  # aggregator: {aggregator}\n"
         return text
 
     def fingerprint(self) -> str:
@@ -344,6 +347,8 @@ class Config(Section):
         for section, key in LEFT_OUT_BY_DEFAULT:
             if getattr(getattr(self, section), key) == type(getattr(self, section)).model_fields[key].default:
                 del settings[section][key]
+        if self.federation.aggregator == "none":  # the default of 0.3
+            del settings["federation"]["aggregator"]
         if self.privacy == PrivacySettings():
             del settings["privacy"]
         canonical = json.dumps(with_old_names(settings), sort_keys=True, separators=(",", ":"))

@@ -24,7 +24,7 @@ from fedguild.federation.site import SERVER_FILE, SITE_FILE, ServerSettings
 from fedguild.federation.site_files import at_home, require_model, site_settings, with_own_data
 from fedguild.model.plan import trainable_shapes
 from fedguild.runs.experiment import callbacks_of
-from fedguild.runs.setup import budgets_of, check_config, fitted, method_of, model_of
+from fedguild.runs.setup import aggregator_of, budgets_of, check_config, fitted, method_of, model_of
 from fedguild.runs.tracking import check_trackers
 from fedguild.server.sampling import quorum_count
 
@@ -85,7 +85,8 @@ def write_project(
     at_server = at_home(config, shared_data=shared_data)
     if config.model.trust_remote_code:
         trust(server / "run.yaml", at_server.model.path)
-    write_text(server / "run.yaml", at_server.resolved_yaml())
+    aggregator = aggregator_of(config, method_of(config), real=True) or "none"
+    write_text(server / "run.yaml", at_server.resolved_yaml(aggregator=aggregator))
     server_evaluation = str(shared_data).lower()
     control_port = port + 1 if 1024 <= port < 65535 else CONTROL_PORT
     write_text(

@@ -59,7 +59,7 @@ from fedguild.runs.setup import (
 )
 from fedguild.server import checkpoint
 from fedguild.server.method import Method, client_model
-from fedguild.server.optimizer import without_momentum
+from fedguild.server.optimizer import own_state
 from fedguild.server.round import Outcome
 from fedguild.server.sampling import quorum_count
 
@@ -205,13 +205,13 @@ class RemoteClients:
         return self.engine.ask(kind, number, partial(self._excerpt, state), self.wait_seconds, metadata)
 
     def _excerpt(self, state: Payload, client: int) -> bytes:
-        part = self.method.excerpt(without_momentum(state), self._client(client))
+        part = self.method.excerpt(own_state(state), self._client(client))
         return pack(part.tensors, part.scalars)
 
     def _beyond_weights(self, state: Payload) -> list[str]:
         """Returns the parts of the clients' models that no checkpoint can hold; they are the same for all."""
         client = self._client(0)
-        excerpt = self.method.excerpt(without_momentum(state), client)
+        excerpt = self.method.excerpt(own_state(state), client)
         return beyond_weights(client_model(self.method, excerpt, self.model, client, Payload()).plan)
 
 

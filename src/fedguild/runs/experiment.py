@@ -53,6 +53,7 @@ from fedguild.runs.setup import (
     Experiment,
     PreparedData,
     Split,
+    aggregator_of,
     check_config,
     cut_of,
     dropped_of,
@@ -65,6 +66,7 @@ from fedguild.runs.setup import (
     require_examples,
     require_split,
     server_filters,
+    what_a_member_can_do,
 )
 from fedguild.runs.tracking.sending import Tracking
 from fedguild.server import checkpoint
@@ -73,7 +75,7 @@ from fedguild.server.divergence import require_learning
 from fedguild.server.engine import Engine
 from fedguild.server.merge_history import merges
 from fedguild.server.method import starting_rng
-from fedguild.server.optimizer import without_momentum
+from fedguild.server.optimizer import own_state
 from fedguild.server.round import Again, Outcome, RoundSetup
 from fedguild.server.rounds import run_round
 from fedguild.server.sampling import sample
@@ -376,7 +378,7 @@ class _Rounds:
         """
         setup, rules = self.setup, self.setup.rules
         asked = sample(number, clients, rules.client_fraction, setup.seed, over_selection=rules.over_selection)
-        bytes_left.plan(setup.method, without_momentum(self.state), setup.model, asked, rules.wire_dtype)
+        bytes_left.plan(setup.method, own_state(self.state), setup.model, asked, rules.wire_dtype)
         refusal = bytes_left.refusal(number)
         if refusal and number == 1:
             raise ConfigError(
@@ -611,7 +613,11 @@ def _write_facts(experiment: Experiment) -> None:
             experiment.progress.message(sentence)
     if experiment.config.model.trust_remote_code:
         trust(folder / CONFIG, experiment.config.model.path)
-    write_text(folder / CONFIG, experiment.config.resolved_yaml(method["options"]))
+    aggregator = ""
+    if experiment.remote is not None:
+        experiment.progress.message(what_a_member_can_do(experiment.config, experiment.method))
+        aggregator = aggregator_of(experiment.config, experiment.method, real=True) or "none"
+    write_text(folder / CONFIG, experiment.config.resolved_yaml(method["options"], aggregator))
 
 
 def _told_cut(experiment: Experiment) -> dict[str, int]:

@@ -28,7 +28,7 @@ from fedguild.runs.experiment import restore
 from fedguild.runs.scoring import evaluated_plan
 from fedguild.runs.setup import Experiment
 from fedguild.server.method import Deployment, client_model
-from fedguild.server.optimizer import without_momentum
+from fedguild.server.optimizer import own_state
 
 BASE = "base"
 """Subfolder of an adapter's folder for the base model, if that is not on the hub."""
@@ -233,7 +233,7 @@ def _restored(run_folder: Path, subject: Subject | None, round: int | None) -> t
     if subject is not None and (run_folder / CONFIG).is_file():
         subject.require_in(load_saved(run_folder / CONFIG))
     experiment, state, number = restore(run_folder, round)
-    subject, state = subject or _largest(experiment), without_momentum(state)
+    subject, state = subject or _largest(experiment), own_state(state)
     if subject.client:
         state = experiment.method.excerpt(state, _client(experiment, subject))
     return experiment, state, number, subject

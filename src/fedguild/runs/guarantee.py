@@ -94,8 +94,8 @@ def check_central(method: Method, config: Config, model: ModelInfo, budgets: Seq
             f"privacy.trust_model is central, but the aggregate of {method.name} {reason}.",
             "Set privacy.trust_model=local, or give all budgets the same adapter.",
         )
-    compared = [name for name in ("max_update_norm", "aggregator") if getattr(federation, name) not in (None, "none")]
-    compared += ["norm_factor"] if federation.norm_factor not in (None, "auto") else []
+    names, off = ("max_update_norm", "aggregator", "norm_factor"), (None, "none", "auto")
+    compared = [name for name in names if getattr(federation, name) not in off]
     if compared:
         raise ConfigError(
             f"privacy.trust_model is central, but federation.{compared[0]} looks at uploads before they have noise.",

@@ -36,7 +36,7 @@ from fedguild.runs.guarantee import require_public_scores
 from fedguild.runs.recording import DEVIATION, Where, evaluation_record, observation_records, summary_record
 from fedguild.runs.setup import Experiment, OwnScope, Split
 from fedguild.server.method import Deployment, Method, client_model
-from fedguild.server.optimizer import without_momentum
+from fedguild.server.optimizer import own_state
 
 Found = TypeVar("Found")
 Model = tuple[str, Budget, Deployment]
@@ -403,7 +403,7 @@ def _scoring(experiment: Experiment) -> Scoring:
 
 
 def _excerpts(experiment: Experiment, state: Payload) -> Callable[[ClientInfo], Payload]:
-    return lambda client: experiment.method.excerpt(without_momentum(state), client)
+    return lambda client: experiment.method.excerpt(own_state(state), client)
 
 
 def _models(

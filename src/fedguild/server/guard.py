@@ -2,7 +2,8 @@
 
 1. `Held` keeps them on disk until the last has come, so that those that follow can read them more than once.
 2. `NotRevoked` leaves out clients whose key was revoked.
-3. `NormBound` bounds the norm of an upload's change relative to the round's median, part by part.
+3. `NormBound` bounds the norm of an upload's change relative to the round's median, part by part: what is longer is
+   shortened, what is far longer is left out.
 4. `Finite` returns no aggregate that has NaN or infinity, or cannot be computed: the round is aggregated again
    without the uploads that did it.
 
@@ -30,8 +31,10 @@ from fedguild.server.round import Onward, Passage
 from fedguild.server.terms import Upload
 from fedguild.server.validation import unusable
 
-NORM_FACTOR = 10.0
-"""How far beyond the round's median the norm of a change may be, where `federation.norm_factor` is auto."""
+NORM_FACTOR = 3.0
+"""How far beyond the round's median the norm of a change counts, where `federation.norm_factor` is auto."""
+FAR_BEYOND = 10.0
+"""How far beyond the median a change is no honest client's, and is left out, unless the factor is larger."""
 FEWEST_COMPARED = 4
 """With fewer uploads a median says nothing about the others."""
 LARGEST_VALUE = 1e6
@@ -119,7 +122,7 @@ class NotRevoked:
 
 @dataclass(frozen=True)
 class NormBound:
-    """Leaves out uploads whose change is beyond the bound.
+    """Shortens changes that are beyond the bound, and leaves out uploads that are far beyond it.
 
     Attributes:
         factor: The largest norm of a part's change, as a multiple of the round's median.
@@ -130,18 +133,20 @@ class NormBound:
     def __call__(self, uploads: Iterable[Upload], passage: Passage, onward: Onward) -> Payload:
         measured = [(upload, norms_of(upload, passage)) for upload in uploads]
         medians = medians_of(norms for _, norms in measured)
+        limits = {part: self.factor * middle for part, middle in medians.items()}
+        far = max(self.factor, FAR_BEYOND)
         kept = []
         for upload, norms in measured:
-            beyond = [part for part, middle in medians.items() if norms.get(part, 0.0) > self.factor * middle]
+            beyond = [part for part, middle in medians.items() if norms.get(part, 0.0) > far * middle]
             if beyond:
                 part = max(beyond, key=norms.__getitem__)
                 passage.withdraw(
                     upload,
-                    f"the change of '{part}' has the norm {norms[part]:.4g}, beyond {self.factor:g} times "
+                    f"the change of '{part}' has the norm {norms[part]:.4g}, beyond {far:g} times "
                     f"the round's median of {medians[part]:.4g} (federation.norm_factor)",
                 )
             else:
-                kept.append(upload)
+                kept.append(shortened(upload, norms, limits, passage.bounded, upload.download))
         return onward(kept)
 
 
@@ -215,6 +220,33 @@ def change_norms(upload: Payload, download: Payload, bounded: Collection[str] = 
             value = value - before.to(torch.float64)
         squares[part] = squares.get(part, 0.0) + float(value.square().sum())
     return {part: math.sqrt(square) for part, square in squares.items()}
+
+
+def shortened(
+    upload: Upload, norms: Mapping[str, float], limits: Mapping[str, float], bounded: Collection[str], centre: Payload
+) -> Upload:
+    """Returns an upload none of whose parts is further from a centre than its limit; the same object if none is.
+
+    Args:
+        upload: The upload.
+        norms: Part -> the norm of its distance from the centre (`change_norms`).
+        limits: Part -> the largest norm.
+        bounded: Names of tensors that are left as they are.
+        centre: Tensors by the upload's names; one that it lacks, or has in another shape, is 0.
+    """
+    shares = {part: limit / norms[part] for part, limit in limits.items() if norms.get(part, 0.0) > limit}
+    if not shares:
+        return upload
+    tensors = dict(upload.payload.tensors.items())
+    for name, tensor in upload.payload.tensors.items():
+        share = shares.get(name.partition("/")[0])
+        if share is None or name in bounded or not tensor.is_floating_point():
+            continue
+        start = centre.tensors.get(name)
+        if start is None or start.shape != tensor.shape:
+            start = torch.zeros_like(tensor)
+        tensors[name] = start.to(torch.float32).lerp(tensor.to(torch.float32), share)
+    return replace(upload, payload=Payload(tensors, upload.payload.scalars))
 
 
 def not_finite(payload: Payload) -> str:

@@ -19,7 +19,7 @@ from fedguild.server.diagnosis import Diagnosis
 from fedguild.server.divergence import require_finite_uploads
 from fedguild.server.engine import Delivery, Task, Wait
 from fedguild.server.guard import LARGEST_TRAINED, LARGEST_VALUE, largest_value
-from fedguild.server.optimizer import without_momentum
+from fedguild.server.optimizer import own_state
 from fedguild.server.round import Onward, Outcome, Passage, RoundSetup, Stray, filtered
 from fedguild.server.sampling import quorum_count, require_quorum
 from fedguild.server.terms import Upload
@@ -48,7 +48,7 @@ class Intake:
         self.retried: set[int] = set()
         self.arrived: dict[int, Delivery] = {}
         self.late: dict[int, Delivery] = {}
-        self.diagnosis = Diagnosis(without_momentum(outcome.state), setup.model) if setup.diagnose else None
+        self.diagnosis = Diagnosis(own_state(outcome.state), setup.model) if setup.diagnose else None
 
     def uploads(self) -> Generator[Upload, None, None]:
         """Trains the clients, with the retries that the rules allow; yields the uploads to aggregate, records all."""

@@ -8,7 +8,8 @@ before a round, and mean what the method aggregates to:
 
 eta is `federation.server_step` and beta `federation.server_momentum`. At eta = 1 and beta = 0 the aggregate is returned
 as it is, bit for bit, and there is no v. The momentum is in the checkpoint's state, as the part `server_momentum`. The
-method does not see it, and clients are not sent it.
+method does not see it, and clients are not sent it; nor the last round's change, which centered clipping keeps there
+(`fedguild.server.robust`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from fedguild.server.method import Method, takes_means
 
 MOMENTUM = "server_momentum"
 """The part of a state with v, by the names of the adapter's tensors that have moved."""
+LAST_CHANGE = "last_change"
+"""The part of a state with the mean change of its tensors in the last round that trained them, by their whole names."""
 
 
 def server_step(before: Payload, after: Payload, *, step: float, momentum: float) -> Payload:
@@ -49,9 +52,11 @@ def server_step(before: Payload, after: Payload, *, step: float, momentum: float
     return Payload({**after.tensors, **with_part(ADAPTER, moved), **kept}, after.scalars)
 
 
-def without_momentum(state: Payload) -> Payload:
-    """Returns the state as its method knows it; the same object where the server has no momentum."""
-    own = {name: value for name, value in state.tensors.items() if not name.startswith(f"{MOMENTUM}/")}
+def own_state(state: Payload) -> Payload:
+    """Returns the state as its method knows it; the same object where the server remembers nothing besides."""
+    own = {
+        name: value for name, value in state.tensors.items() if name.partition("/")[0] not in (MOMENTUM, LAST_CHANGE)
+    }
     return state if len(own) == len(state.tensors) else Payload(own, state.scalars)
 
 

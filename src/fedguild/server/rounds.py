@@ -11,7 +11,7 @@ from fedguild.core.payload import Payload
 from fedguild.server.divergence import require_finite
 from fedguild.server.engine import Task
 from fedguild.server.intake import Intake
-from fedguild.server.optimizer import server_step, without_momentum
+from fedguild.server.optimizer import own_state, server_step
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.sampling import sample
 
@@ -41,7 +41,7 @@ def run_round(
         QuorumError: there were too few valid uploads; the earlier state is unchanged.
         CheckpointError: the state, before the round or after it, has NaN or infinity.
     """
-    method, model, rules, own = setup.method, setup.model, setup.rules, without_momentum(state)
+    method, model, rules, own = setup.method, setup.model, setup.rules, own_state(state)
     require_finite(state, f"before round {number}")
     # sample
     asked = sample(number, clients, rules.client_fraction, setup.seed, over_selection=rules.over_selection)

@@ -102,11 +102,11 @@ class Term:
         return self.spread(self.weight, self.axis)
 
     @property
-    def holders(self) -> Tensor:
-        """Where this client is a holder of x, bool in a shape that broadcasts to x's: its weight there is positive."""
+    def weights(self) -> Tensor:
+        """What each value of x weighs, in a shape that broadcasts to x's; 0 where the client does not hold it."""
         weight = torch.as_tensor(self.broadcast)
-        positive = (weight > 0).reshape([*weight.shape, *[1] * (self.value.dim() - weight.dim())])
-        return positive if self.held is None else positive & self.spread(self.held, self.along)
+        weight = weight.reshape([*weight.shape, *[1] * (self.value.dim() - weight.dim())])
+        return weight if self.held is None else weight * self.spread(self.held, self.along)
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,14 @@ from fedguild.runs.setup.experiment import Experiment, OwnScope, run_identity
 from fedguild.runs.setup.fitting import budgets_of, fitted, method_of, method_record, tell_fitted
 from fedguild.runs.setup.method_checks import check_config, check_fit
 from fedguild.runs.setup.preparation import load_model, model_of, prepare, tokenizer_of
-from fedguild.runs.setup.protection import largest_value, server_filters
+from fedguild.runs.setup.protection import aggregator_of, largest_value, server_filters, what_a_member_can_do
 
 __all__ = [
     "Experiment",
     "OwnScope",
     "PreparedData",
     "Split",
+    "aggregator_of",
     "budgets_of",
     "check_config",
     "check_fit",
@@ -50,4 +51,5 @@ __all__ = [
     "server_filters",
     "tell_fitted",
     "tokenizer_of",
+    "what_a_member_can_do",
 ]

@@ -114,7 +114,7 @@ def _require_steps(method: Method, federation: FederationSettings) -> None:
 
 def _require_means(method: Method, robust: str) -> None:
     """Raises ConfigError if the config wants robust means but the method's server takes none."""
-    if robust != "none" and not takes_means(method):
+    if robust not in ("auto", "none") and not takes_means(method):
         raise ConfigError(
             f"federation.aggregator is {robust}, but the aggregate of {method.name} is not a mean.",
             "Set federation.aggregator=none; federation.norm_factor bounds what one upload can change with every "
@@ -129,7 +129,7 @@ def _require_secure(method: Method, federation: FederationSettings) -> None:
     beside = {
         "wire_dtype": federation.wire_dtype != "fp32"
         and "masked uploads are words of 32 bits, which cannot be rounded",
-        "aggregator": federation.aggregator != "none" and "it needs single uploads",
+        "aggregator": federation.aggregator not in ("auto", "none") and "it needs single uploads",
         "norm_factor": federation.norm_factor not in ("auto", None)
         and "it compares single uploads; each client checks max_update_norm itself",
         "straggler_policy": federation.straggler_policy != "drop" and "a late upload would be in no sum",

@@ -4,16 +4,54 @@ from __future__ import annotations
 
 import math
 
+from fedguild.config import Config
 from fedguild.engines.coded import CodedEngine
 from fedguild.runs.setup.experiment import Experiment, run_identity
 from fedguild.server.engine import Engine, FilteredEngine
-from fedguild.server.guard import LARGEST_VALUE, NORM_FACTOR, Finite, Held, NormBound, NotRevoked
-from fedguild.server.robust import RobustMean
+from fedguild.server.guard import FEWEST_COMPARED, LARGEST_VALUE, NORM_FACTOR, Finite, Held, NormBound, NotRevoked
+from fedguild.server.method import Method, takes_means
+from fedguild.server.robust import Aggregator, RobustMean, left_out
 from fedguild.server.round import Filter
 from fedguild.server.secure_round import SecureAggregation, unnoted
 
 SPOOL = "spool"
 """The folder in a run's folder with the uploads that are held."""
+
+
+def aggregator_of(config: Config, method: Method, *, real: bool) -> Aggregator | None:
+    """Returns the robust estimate that a run takes in place of the method's means; None for its own aggregate.
+
+    Args:
+        real: Whether the clients train on their own machines.
+    """
+    federation, chosen = config.federation, config.federation.aggregator
+    if chosen != "auto":
+        return None if chosen == "none" else chosen
+    sees_uploads = not federation.secure and not config.privacy.is_central
+    compared = federation.wanted_uploads >= FEWEST_COMPARED and takes_means(method)
+    return "trimmed_mean" if real and sees_uploads and compared else None
+
+
+def what_a_member_can_do(config: Config, method: Method) -> str:
+    """Returns what limits a hostile member of a run with real clients, a sentence for its first lines."""
+    federation, clients = config.federation, config.federation.wanted_uploads
+    if federation.secure:
+        return (
+            "Aggregator: masked sums. Nobody sees a single upload, so no robust aggregator and no bound on the change "
+            "is possible: one member can move the model by any amount."
+        )
+    if config.privacy.is_central:
+        return "Aggregator: the mean of clipped changes, with noise: a member counts as much as any other."
+    robust = aggregator_of(config, method, real=True)
+    factor = NORM_FACTOR if federation.norm_factor == "auto" else federation.norm_factor
+    bound = "nothing bounds the norm of a change" if factor is None else f"a change counts up to {factor:g} medians"
+    if robust is not None:
+        out = f", {left_out(clients, federation.trim)} clients left out at either end" * (robust == "trimmed_mean")
+        return f"Aggregator: {robust}{out}; {bound}."
+    if clients < FEWEST_COMPARED:
+        return f"Aggregator: that of {method.name}. With {clients} client(s) a round nothing bounds what one can do."
+    kind = "the mean" if takes_means(method) else f"that of {method.name}, which is no mean and has no robust form"
+    return f"Aggregator: {kind}; {bound}."
 
 
 def server_filters(experiment: Experiment) -> list[Filter]:
@@ -41,7 +79,8 @@ def server_filters(experiment: Experiment) -> list[Filter]:
     factor = (None if remote is None else NORM_FACTOR) if rules.norm_factor == "auto" else rules.norm_factor
     compared: list[Filter] = [] if remote is None else [NotRevoked(remote.is_revoked)]
     compared += [] if factor is None else [NormBound(factor)]
-    robust: list[Filter] = [] if rules.aggregator == "none" else [RobustMean(rules.aggregator, rules.trim)]
+    aggregator = aggregator_of(experiment.config, experiment.method, real=remote is not None)
+    robust: list[Filter] = [] if aggregator is None else [RobustMean(aggregator, rules.trim)]
     return [Held(experiment.folder / SPOOL), *compared, Finite(), *robust] if compared or robust else []
 
 
