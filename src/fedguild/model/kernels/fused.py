@@ -14,6 +14,7 @@ own may be on `meta`, on the host or in 4 bit. If that fails, the module is left
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -242,7 +243,7 @@ class Fusion:
         if kind in self._rotary:
             return self._rotary[kind]
         self._rotary[kind] = None
-        forward = kind.forward  # type: ignore[attr-defined]
+        forward = inspect.unwrap(kind.forward)  # type: ignore[attr-defined]
         names = forward.__globals__ if isinstance(forward, FunctionType) else {}
         if isinstance(forward, FunctionType) and ROTARY in forward.__code__.co_names and ROTARY in names:
             own, takes = names[ROTARY], self.library.takes

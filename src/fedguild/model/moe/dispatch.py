@@ -116,7 +116,7 @@ def dispatch(
         token=token,
         pair=pair,
         slot=slot,
-        expert_ends=ends[slots - 1 :: slots].to(torch.int32),
+        expert_ends=ends[slots - 1 :: slots].to(torch.int32, memory_format=torch.contiguous_format),
         group_ends=ends.to(torch.int32),
         row_of_pair=torch.empty_like(key).index_copy_(0, pair[row], row)[active],
         active=active,
