@@ -157,8 +157,10 @@ def test_a_column_has_no_score(tmp_path: Path) -> None:
 def test_rows_of_ub_smoe_have_its_alpha_and_targets(name: str) -> None:
     """LoRA's alpha of 20 on attention and experts (Appendix E.5); the losses of SMoE-LLB need the routers' too.
 
-    A row named `attention` is there to leave the experts out.
+    A row named `attention` is there to leave the experts out. On SmolLM2 the rows have FLAME's alpha, as both papers'
+    tables share their runs.
     """
+    alpha = 16 if name == "ub-smoe/table-4-smollm2" else 20
     for cell in table_cells(name, shipped(name).load()):
         config = cell.config()
         settings = build_method(config.method.name, config.method.options).settings
@@ -168,7 +170,7 @@ def test_rows_of_ub_smoe_have_its_alpha_and_targets(name: str) -> None:
         dense_or_experts = "mlp" if config.model.path == "allenai/OLMo-1B-hf" else "experts"
         adapted = {"attention"} if cell.row == "attention" else {"attention", dense_or_experts, *routers}
         assert set(settings.targets) == adapted, (cell.row, cell.column)
-        assert getattr(settings, "alpha", 20) == 20, (cell.row, cell.column)
+        assert getattr(settings, "alpha", alpha) == alpha, (cell.row, cell.column)
 
 
 @pytest.mark.parametrize("name", ["ub-smoe/table-4-homogeneous", "ub-smoe/table-4-homogeneous-tiny"])

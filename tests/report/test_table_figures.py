@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +70,17 @@ def test_the_points_are_the_means_over_the_seeds() -> None:
         ("Skewed", "by k"): [0.3, 0.4],
     }
     assert {score.count for lines in drawn.panels.values() for scores in lines.values() for score in scores} == {3}
+
+
+def test_a_figure_of_nats_draws_the_loss_of_the_budgets() -> None:
+    figure = {"x": "k", "values": ["8", "1"], "scores": {"8": "b1", "1": "b4"}, "nats": True}
+    table = Table.model_validate({**TABLE, "figure": {**figure, "panels": {"Even": {"FLAME": "t-2 @ even"}}}})
+    recorded = [replace(one, nats={"b1": 1.5, "b4": 2.0 + one.seed}) for one in records()]
+    drawn = first_figure(table, recorded)
+    assert drawn is not None
+    assert (drawn.y, drawn.bounds) == ("nats per token", (0.0, math.inf))
+    assert [one.mean for one in drawn.panels["Even"]["FLAME"]] == [1.5, 3.0]
+    assert first_figure(table, records()) is None, "no nats are recorded"
 
 
 GAINS: dict[str, Any] = {

@@ -76,7 +76,7 @@ class CellRecord(BaseModel):
     @property
     def drawn(self) -> CellScores:
         """What figures draw of it."""
-        return CellScores(self.row, self.column, self.seed, self.scores, self.observations)
+        return CellScores(self.row, self.column, self.seed, self.scores, self.observations, nats_per_token(self))
 
     def path(self, folder: Path) -> Path:
         """Returns where the record lies."""

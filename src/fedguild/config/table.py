@@ -68,6 +68,9 @@ class TableFigure(Section):
         default_factory=dict,
         description="Value -> the score that is drawn at it, a budget's name or a score; else the table's.",
     )
+    nats: bool = Field(
+        default=False, description="Whether it draws a budget's loss in nats per token, which has to be recorded."
+    )
     minus: dict[str, str | dict[str, str]] = Field(
         default_factory=dict,
         description="Title of each panel -> cells whose score is taken from its lines', seed by seed; none: scores.",

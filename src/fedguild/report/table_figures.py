@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from textwrap import wrap
 
@@ -48,6 +48,7 @@ class CellScores:
         seed: The run's seed.
         scores: Budget or summary -> score.
         observations: Figure, `figure / column` or `figure / row` -> round -> its mean.
+        nats: Budget -> its loss in nats per token, where perplexity was measured.
     """
 
     row: str
@@ -55,10 +56,14 @@ class CellScores:
     seed: int
     scores: Mapping[str, float]
     observations: Mapping[str, Mapping[int, float]]
+    nats: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, run: Run, row: str, column: str) -> CellScores:
-        return cls(row, column, run.seed, run_table(run).scores, observed_means(run))
+        found = run_table(run)
+        measured = {one.budget.name: one.metrics["perplexity"] for one in found.rows if "perplexity" in one.metrics}
+        nats = {name: math.log(value) for name, value in measured.items() if math.isfinite(value)}
+        return cls(row, column, run.seed, found.scores, observed_means(run), nats)
 
 
 @dataclass(frozen=True)
@@ -109,7 +114,7 @@ def of_scores(table: Table, figure: TableFigure, records: Sequence[CellScores]) 
     """Returns a figure of the table's scores; None if a cell that it needs has no record."""
     scored: dict[tuple[str, str, str], dict[int, float]] = {}
     for record in records:
-        for score, value in record.scores.items():
+        for score, value in (record.nats if figure.nats else record.scores).items():
             scored.setdefault((record.row, record.column, score), {})[record.seed] = value
     drawn = [figure.scores.get(value, table.score) for value in figure.values]
     panels: dict[str, dict[str, list[Spread]]] = {}
@@ -122,9 +127,10 @@ def of_scores(table: Table, figure: TableFigure, records: Sequence[CellScores]) 
                 return None
             panels.setdefault(panel, {})[line] = [spread(list(point.values())) for point in points if point]
     y = "score" if figure.scores else f"{TITLES[table.score]} score"
+    y, most = ("nats per token", math.inf) if figure.nats else (y, 1.0)
     if figure.minus:
-        return Drawing(f"gain in {y}", figure.x, figure.values, panels, "+.3f", (-1.0, 1.0), are_differences=True)
-    return Drawing(y, figure.x, figure.values, panels)
+        return Drawing(f"gain in {y}", figure.x, figure.values, panels, "+.3f", (-most, most), are_differences=True)
+    return Drawing(y, figure.x, figure.values, panels, bounds=(0.0, most))
 
 
 def _paired(found: Mapping[int, float] | None, less: Mapping[int, float] | None) -> dict[int, float] | None:
