@@ -124,6 +124,12 @@ def test_a_run_that_could_not_begin_is_refused_and_nothing_is_written(clients, c
     assert not (tmp_path / "g").exists()
 
 
+def test_a_secure_run_needs_no_data_at_the_server(tmp_path: Path) -> None:
+    write_project(tmp_path / "g", 3, "fedit/tiny-tasks", ["federation.secure=true"])
+    assert not load_server(tmp_path / "g/server").server_evaluation
+    assert load_site(tmp_path / "g/client-000").accept.secure
+
+
 def test_a_new_site_accepts_the_run_that_it_was_written_for(tmp_path: Path) -> None:
     given = ["training.steps=20000", "training.eps=0.01", "federation.rounds=1000"]
     write_project(tmp_path / "g", 2, "fedit/tiny-tasks", given)

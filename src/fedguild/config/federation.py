@@ -206,7 +206,7 @@ class FederationSettings(Section):
     secure_disclose: tuple[str, ...] = Field(
         default=(),
         description="Parts of an upload that may go to the server unmasked, for methods whose server needs them "
-        "from each client.",
+        "from each client; `scores`: the scores of the clients' own models, which are otherwise summed.",
     )
     server_step: float = Field(
         default=1.0,

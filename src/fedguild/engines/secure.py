@@ -25,6 +25,7 @@ from fedguild.server.engine import AnswerFilter, Delivery, Engine, FilteredEngin
 from fedguild.server.guard import LARGEST_VALUE
 from fedguild.server.method import Method, secure_form
 from fedguild.server.secure_round import to_arrays, to_payload, whole_form, whole_terms
+from fedguild.server.secure_scores import FORM, scores_terms
 from fedguild.server.terms import Upload, contribution
 from fedguild.server.validation import check_upload
 
@@ -135,6 +136,27 @@ class SecureClients:
         once = self.once(task.round, task.download) if self.once else None
         self._kept[client.index] = _Kept(task.round, trained, once, form, terms, clear)
 
+    def keep_score(
+        self,
+        client: int,
+        round: int,
+        score: float,
+        examples: int,
+        told: bytes,
+        once: Callable[[str, Sequence[int]], None] | None = None,
+    ) -> None:
+        """Keeps the score of a client's own model until it is summed, in place of what the client kept before.
+
+        Args:
+            round: The round whose model was scored.
+            examples: Number of examples that the score is a mean over.
+            told: What the client was asked to score, as all others were.
+            once: As `once` of the training.
+        """
+        self.forget(client)
+        terms = scores_terms(score, examples)
+        self._kept[client] = _Kept(round, hashlib.sha256(told).digest(), once, FORM, terms, {})
+
     def answer(self, client: int, session: Session, step: Step, request: Payload) -> Payload:
         """Returns a client's answer to a step.
 
@@ -145,7 +167,7 @@ class SecureClients:
             kept = self._kept.pop(client, None)
             self.forget(client)
             if kept is None or kept.round != session.round:
-                raise UploadError("it has trained nothing in this round that it has not been asked for already")
+                raise UploadError("it has nothing of this round that it has not been asked for already")
             self._disclosed[client] = kept.disclosed
             self._sessions[client] = ClientSession(
                 client,

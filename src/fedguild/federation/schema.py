@@ -91,7 +91,7 @@ class SecureSession(_Part):
     """The public parameters of a secure aggregation (`fedguild.privacy.secure_sum.session.Session`)."""
 
     run: str = Field(max_length=64, pattern=r"^[0-9a-z-]*$")
-    round: int = Field(ge=1, le=LARGEST_ROUND)
+    round: int = Field(ge=0, le=LARGEST_ROUND)
     nonce: str = Field(pattern=r"^[0-9a-f]{32}$")
     form: str = Field(pattern=r"^[0-9a-f]{64}$")
     share: float = Field(gt=0.5, le=1, allow_inf_nan=False)

@@ -42,6 +42,7 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.runs import experiment as runs
 from fedguild.runs.guarantee import require_public_scores
+from fedguild.runs.recording import mean_record, own_mean
 from fedguild.runs.setup import (
     Experiment,
     OwnScope,
@@ -62,6 +63,8 @@ from fedguild.server.method import Method, client_model
 from fedguild.server.optimizer import own_state
 from fedguild.server.round import Outcome
 from fedguild.server.sampling import quorum_count
+from fedguild.server.secure_round import SecureAggregation
+from fedguild.server.secure_scores import summed_scores
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class RemoteClients:
         progress: Receives a message for every client without scores.
         metrics: The metrics that a score of the run may have.
         most_examples: Most examples of a score; None for all that a client has.
+        sums: The secure aggregation by which the clients' scores are summed; None if they come one by one.
     """
 
     engine: FlowerEngine
@@ -103,6 +107,7 @@ class RemoteClients:
     audit: AuditLog
     metrics: frozenset[str]
     most_examples: int | None
+    sums: SecureAggregation | None = None
 
     def note(self, outcome: Outcome) -> None:
         self.audit.append(
@@ -143,6 +148,8 @@ class RemoteClients:
     def score(self, scope: OwnScope, state: Payload, number: int, split: Split) -> list[EvaluationRecord]:
         """Returns the clients' scores on their own held-out examples, in client order.
 
+        In a secure run it is one record of their mean, from a secure sum; none if too few clients can be summed.
+
         Raises:
             QuorumError: no client has any.
         """
@@ -152,7 +159,7 @@ class RemoteClients:
         for client, reply in replies.items():
             failure = reply.failure
             try:
-                if not failure:
+                if not failure and self.sums is None:
                     answer = read_metadata(ScoreAnswer, reply.metadata, "its scores cannot be read")
                     score = answer.of(client_name(client), number, scope, split)
                     answer.require_of_run(client_name(client), self.metrics, self.most_examples)
@@ -166,13 +173,28 @@ class RemoteClients:
         self.audit.append(
             "scored", round=number, scope=scope, split=split, asked=list(replies), accepted=scored, rejected=refused
         )
-        if not records:
+        if not scored:
             listed = "".join(f"\n  {client_name(int(client))}: {why}" for client, why in refused.items())
             raise QuorumError(
                 f"No client scored its model in round {number}.{listed}",
                 "Check the output of `fedguild federation client` on their machines.",
             )
-        return records
+        return records if self.sums is None else self._summed(self.sums, scope, number, split, scored)
+
+    def _summed(
+        self, rules: SecureAggregation, scope: OwnScope, number: int, split: Split, scored: Sequence[int]
+    ) -> list[EvaluationRecord]:
+        """Returns the mean of the scores that clients keep, from a secure sum; nothing if it is withheld."""
+
+        def note(facts: Mapping[str, Any]) -> None:
+            self.note_session({**facts, "of": f"scores, {scope}, {split}"})
+
+        try:
+            found = summed_scores(rules, number, self.engine, scored, note)
+        except QuorumError as error:
+            self.progress.message(f"Round {number}: the clients' scores are withheld: {error.message}")
+            return []
+        return [mean_record(own_mean(scope), number, split, found.mean, found.deviation)]
 
     def deliver(self, state: Payload, number: int) -> dict[int, Message]:
         """Sends every client the state that its own model is built from; returns client index -> reply.
@@ -346,6 +368,7 @@ def prepare_remote(
         audit,
         frozenset((*METRICS, *TAKEN, *config.evaluation.metrics)),
         config.evaluation.max_examples,
+        _sums_of(config, run_identity(output), list(tiers.values())),
     )
     return Experiment(
         config,
@@ -375,19 +398,14 @@ def check_remote(config: Config, settings: ServerSettings) -> None:
     load_metrics(config.evaluation.metrics)
     if not settings.server_evaluation:
         require_public_scores(config)
-    _require_no_scores(config, settings)
 
 
-def _require_no_scores(config: Config, settings: ServerSettings) -> None:
-    """Raises ConfigError if clients of a secure run would send the scores of their own models, which are not summed."""
-    asked = config.evaluation
-    own = asked.clients or asked.trained or asked.received or not settings.server_evaluation
-    if config.federation.secure and own and SCORES not in config.federation.secure_disclose:
-        raise ConfigError(
-            "federation.secure: the clients would send the scores of their own models one by one.",
-            "Set server_evaluation: true in server.yaml and evaluation.clients, .trained and .received to false; or "
-            "add scores to federation.secure_disclose.",
-        )
+def _sums_of(config: Config, run: str, budgets: Sequence[Budget]) -> SecureAggregation | None:
+    """Returns the secure aggregation of a run's scores; None if the clients send them one by one."""
+    rules = config.federation
+    if not rules.secure or SCORES in rules.secure_disclose:
+        return None
+    return SecureAggregation(run, budgets, rules.secure_share, rules.secure_clients, rules.secure_unheld)
 
 
 def _patience(config: Config, settings: ServerSettings) -> Patience | None:

@@ -137,7 +137,7 @@ class AcceptSettings(Section):
     disclose: tuple[str, ...] = Field(
         default=(),
         description="Parts that a run with secure aggregation may ask for in the clear (federation.secure_disclose); "
-        "`scores`: the scores of this site's own model.",
+        "`scores`: the scores of this site's own model, one by one, which are otherwise summed.",
     )
     max_epsilon: float | None = Field(
         default=None,

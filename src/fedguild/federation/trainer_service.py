@@ -47,6 +47,7 @@ from fedguild.federation.site import SiteSettings
 from fedguild.federation.site_policy import RequestLog, SitePolicy, Terms
 from fedguild.federation.sum_log import FILE as SUMS
 from fedguild.federation.sum_log import SumLog
+from fedguild.measuring.log.records import EvaluationRecord
 from fedguild.measuring.scores.metrics import load_metrics
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
@@ -282,8 +283,6 @@ class TrainerService:
 
     def _score(self, message: Message) -> Message:
         config = self._admitted_config(message)
-        if config.federation.secure and SCORES not in config.federation.secure_disclose:
-            return message.reply(failure="its scores are its own alone: federation.secure_disclose lacks 'scores'")
         if config.privacy.unit != "none" and "scores" not in config.privacy.public:
             _require_none("scores are not among the run's privacy.public")
         wanted = read_metadata(ScoreRequest, message.metadata, "the request for scores cannot be read")
@@ -294,9 +293,22 @@ class TrainerService:
         _require_none(refusal or self._count_refusal(message, session))
         experiment, excerpt = session.experiment, _state(message)
         records = score_clients(experiment, wanted.scope, lambda _: excerpt, message.round, wanted.split)
+        if session.clients is not None and SCORES not in config.federation.secure_disclose:
+            self._keep_score(message, session.clients, records[0], excerpt)
+            return message.reply()
         if withheld:
             records = [record.model_copy(update={"examples": min(record.examples or 0, 1)}) for record in records]
         return message.reply(metadata={"records": [record.model_dump(mode="json") for record in records]})
+
+    def _keep_score(self, message: Message, clients: SecureClients, record: EvaluationRecord, excerpt: Payload) -> None:
+        """Keeps a score until a session sums it with those of other sites."""
+        asked = {name: message.metadata[name] for name in ("config", "scope", "split")}
+        once = None
+        if clients.once is not None:
+            enter = clients.once(message.round, excerpt)
+            once = lambda half, among: enter(f"{asked['scope']} {asked['split']} {half}", among)  # noqa: E731
+        told = json.dumps({**asked, "round": message.round}, sort_keys=True).encode()
+        clients.keep_score(self.site.client, message.round, record.score, record.examples or 0, told, once)
 
     def _deliver(self, message: Message) -> Message:
         """Writes the client's own model as a folder that plain transformers and peft load."""

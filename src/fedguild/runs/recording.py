@@ -103,16 +103,28 @@ def summary_record(name: Score, records: Sequence[EvaluationRecord]) -> Evaluati
 
     With at least two clients the metric `deviation` is the sample standard deviation of their scores.
     """
-    counted = [record for record in records if record.examples]
-    deviates = name != "mean" and len(counted) > 1
+    counted = [record.score for record in records if record.examples]
+    deviation = stdev(counted) if name != "mean" and len(counted) > 1 else None
+    return mean_record(name, records[0].round, records[0].split, fmean(counted) if counted else 0.0, deviation)
+
+
+def mean_record(
+    name: Score, number: int, split: Literal["test", "validation"], mean: float, deviation: float | None
+) -> EvaluationRecord:
+    """Returns the record of a mean over budgets or clients, and of the sample standard deviation over them."""
     return EvaluationRecord(
-        round=records[0].round,
+        round=number,
         scope="summary",
         name=name,
-        split=records[0].split,
-        score=fmean(record.score for record in counted) if counted else 0.0,
-        metrics={DEVIATION: stdev(record.score for record in counted)} if deviates else {},
+        split=split,
+        score=mean,
+        metrics={} if deviation is None else {DEVIATION: deviation},
     )
+
+
+def own_mean(scope: Literal["client", "trained", "received"]) -> Score:
+    """Returns the name of the mean over the clients of the scores of their own models."""
+    return "mtal" if scope == "client" else scope
 
 
 def believable_tokens(

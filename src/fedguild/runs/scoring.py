@@ -8,7 +8,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice, zip_longest
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from fedguild.measuring.scores.tasks import evaluate as score
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.runs.guarantee import require_public_scores
-from fedguild.runs.recording import DEVIATION, Where, evaluation_record, observation_records, summary_record
+from fedguild.runs.recording import DEVIATION, Where, evaluation_record, observation_records, own_mean, summary_record
 from fedguild.runs.setup import Experiment, OwnScope, Split
 from fedguild.server.method import Deployment, Method, client_model
 from fedguild.server.optimizer import own_state
@@ -70,25 +70,23 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
     known: Known | None = {} if own + settings.trained + settings.received > 1 else None
     if own:
         require_public_scores(experiment.config)
-        scored = _client_scores(experiment, "client", state, number, split, known)
-        summary.append(summary_record("mtal", scored))
-        records += scored
-    protocols: list[Literal["trained", "received"]] = []
-    protocols += ["trained"] if settings.trained else []
-    protocols += ["received"] if settings.received else []
-    for protocol in protocols:
-        scored = _client_scores(experiment, protocol, state, number, split, known)
-        summary.append(summary_record(protocol, scored))
-        records += scored
+    scopes: list[OwnScope] = ["client"] if own else []
+    scopes += ["trained"] if settings.trained else []
+    scopes += ["received"] if settings.received else []
+    for scope in scopes:
+        scored = _client_scores(experiment, scope, state, number, split, known)
+        each = [record for record in scored if record.scope != "summary"]
+        summary += [summary_record(own_mean(scope), each)] if each else scored  # a secure run has the mean alone
+        records += each
     if settings.pooled:
         models = _models(experiment, "received", _excerpts(experiment, state), number)
         scored = _scored_once(experiment, models, pooled, ("pooled", number, split))
         summary.append(summary_record("pooled", scored))
         records += scored
-    experiment.progress.evaluated(
-        {record.name: record.score for record in records if record.scope == "budget"}
-        or {record.name: record.score for record in summary if isinstance(record, EvaluationRecord)}
-    )
+    shown = {record.name: record.score for record in records if record.scope == "budget"}
+    shown = shown or {record.name: record.score for record in summary if isinstance(record, EvaluationRecord)}
+    if shown:
+        experiment.progress.evaluated(shown)
     return [*records, *summary]
 
 

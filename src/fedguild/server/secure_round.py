@@ -171,29 +171,13 @@ class SecureAggregation:
         clients: Mapping[int, ClientInfo],
     ) -> Aggregated:
         """Takes the clients through the steps of a session; the arguments are those of `aggregate`."""
-        session, round = server.session, server.session.round
-        down: Counter[int] = Counter()
-        up: Counter[int] = Counter()
-        disclosed: dict[int, Payload] = {}
-        for step in STEPS:
-            requests = {client: to_payload(arrays) for client, arrays in server.requests(step).items()}
-            answers = peers.exchange(session, step, requests)
-            read = {client: answer for client, answer in answers.items() if isinstance(answer, Payload)}
-            down.update({client: size_bytes(request) for client, request in requests.items()})
-            up.update({client: size_bytes(answer) for client, answer in read.items()})
-            if step == "send":
-                disclosed = {client: Payload(answer.part(DISCLOSED)) for client, answer in read.items()}
-            failed = {client: why for client, why in answers.items() if isinstance(why, str)}
-            failed |= _unfit(method, state, model, form, round, clients, disclosed)
-            arrays: dict[int, dict[str, NDArray[np.generic]]] = {}
-            for client, answer in read.items():
-                try:
-                    arrays |= {} if client in failed else {client: to_arrays(answer)}
-                except Exception as error:
-                    failed[client] = unusable(error)
-            server.receive(step, arrays, failed)
-            if step == "open_weights":
-                _require_known_sizes(server.weights, [clients[client] for client in server.weighers])
+        round = server.session.round
+        down, up, disclosed = through_steps(
+            server,
+            peers,
+            lambda sent: _unfit(method, state, model, form, round, clients, sent),
+            lambda: _require_known_sizes(server.weights, [clients[client] for client in server.weighers]),
+        )
         means = server.means()
         _require_plausible(means, form)
         contributors = [
@@ -219,6 +203,51 @@ class SecureAggregation:
         }
         next_state = method.update(state, OpenedMeans(means, without_report(form), changes, contributors))
         return Aggregated(next_state, dropped, report, frequency, traffic, means.bounds, server.faults)
+
+
+def through_steps(
+    server: ServerSession,
+    peers: Peers,
+    unfit: Callable[[Mapping[int, Payload]], Mapping[int, str]],
+    weights_opened: Callable[[], None] = lambda: None,
+) -> tuple[Counter[int], Counter[int], dict[int, Payload]]:
+    """Takes clients through the steps of a session.
+
+    Args:
+        server: The server's half of it.
+        peers: The clients.
+        unfit: Returns client -> why it is left out, for what it disclosed.
+        weights_opened: Called once the sums of the weights are known; may raise to end the session.
+
+    Returns:
+        Client -> bytes of its requests; of its answers; and what it disclosed.
+
+    Raises:
+        QuorumError: too few clients are left.
+    """
+    down: Counter[int] = Counter()
+    up: Counter[int] = Counter()
+    disclosed: dict[int, Payload] = {}
+    for step in STEPS:
+        requests = {client: to_payload(arrays) for client, arrays in server.requests(step).items()}
+        answers = peers.exchange(server.session, step, requests)
+        read = {client: answer for client, answer in answers.items() if isinstance(answer, Payload)}
+        down.update({client: size_bytes(request) for client, request in requests.items()})
+        up.update({client: size_bytes(answer) for client, answer in read.items()})
+        if step == "send":
+            disclosed = {client: Payload(answer.part(DISCLOSED)) for client, answer in read.items()}
+        failed = {client: why for client, why in answers.items() if isinstance(why, str)}
+        failed |= unfit(disclosed)
+        arrays: dict[int, dict[str, NDArray[np.generic]]] = {}
+        for client, answer in read.items():
+            try:
+                arrays |= {} if client in failed else {client: to_arrays(answer)}
+            except Exception as error:
+                failed[client] = unusable(error)
+        server.receive(step, arrays, failed)
+        if step == "open_weights":
+            weights_opened()
+    return down, up, disclosed
 
 
 def whole_form(form: Form, model: ModelInfo) -> Form:

@@ -342,7 +342,10 @@ class FlowerEngine:
     def _largest_answer(self, kind: MessageKind, round: int) -> int:
         """Returns the bytes that no honest answer of a kind exceeds."""
         if kind == "secure":
-            return HEADER_BYTES + self._secure_limits.get(round, SPARE_BYTES)
+            shares = (
+                SPARE_BYTES + _SHARES_BYTES * self.registry.client_count
+            )  # of a sum of scores before the first round
+            return HEADER_BYTES + self._secure_limits.get(round, shares)
         return LARGEST_ANSWER.get(kind, HEADER_BYTES)
 
     def _allow_secure_answers(self, tasks: Sequence[Task]) -> None:
