@@ -376,8 +376,3 @@ class TestRefusedConfigs:
         config = small_config(olmoe_folder, *SECURE, *memory, base=f"{method}/tiny-tasks")
         with pytest.raises(ConfigError, match=reason):
             experiment.run(config, tmp_path / "run")
-
-    def test_real_clients_do_not_send_their_own_scores(self, olmoe_folder, tmp_path):
-        config = small_config(olmoe_folder, *SECURE)
-        with pytest.raises(ConfigError, match="the scores of their own models one by one"):
-            serve_on(grid_of([]), config, tmp_path / "server", server_evaluation=False)

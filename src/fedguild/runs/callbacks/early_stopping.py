@@ -43,6 +43,10 @@ class EarlyStopping:
     mode: Literal["max", "min"] = "max"
 
     def __post_init__(self) -> None:
+        for option in ("monitor", "metric"):
+            given = getattr(self, option)
+            if not isinstance(given, str) and (option == "monitor" or given is not None):
+                raise ValueError(f"{option} must be a name, got {given!r}")
         if not isinstance(self.patience, int) or self.patience < 1:
             raise ValueError(f"patience must be a whole number of at least 1, got {self.patience!r}")
         if not isinstance(self.min_delta, (int, float)) or not self.min_delta >= 0:
