@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from dataclasses import replace
@@ -69,6 +70,17 @@ def test_the_memory_of_two_runs_is_apart(config: Config, trainer: TrainerService
     assert folders == [RUN, "cd" * 16]
     first, second = (ClientMemory(trainer.work / "runs" / name / "clients").load("client-001", 2) for name in folders)
     assert first.tensors.keys() == second.tensors.keys() != set()
+
+
+def test_every_request_is_an_event_of_the_sites_log(config: Config, trainer: TrainerService) -> None:
+    reply = trainer.handle(train_request(config))
+    trainer.handle(train_request(config, client=0))
+    done, failed = map(json.loads, (trainer.work / "activity.jsonl").read_text().splitlines())
+    assert (done["kind"], done["run"], done["round"], done["outcome"]) == ("train", RUN, 1, "answered")
+    assert done["sent_bytes"] == len(reply.body) > 0
+    assert (failed["outcome"], failed["sent_bytes"]) == ("failed", 0)
+    fields = {"time", "event", "kind", "run", "round", "outcome", "seconds", "received_bytes", "sent_bytes"}
+    assert done.keys() == failed.keys() == fields
 
 
 def test_a_message_for_another_client_is_not_worked_on(config: Config, trainer: TrainerService) -> None:

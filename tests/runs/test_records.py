@@ -173,6 +173,7 @@ def test_what_the_run_did_is_in_its_activity(personal: Path, scored: list[Record
     events = [json.loads(line) for line in (personal / ActivityLog.FILE).read_text().splitlines()]
     assert (events[0]["event"], events[-1]["event"]) == ("begun", "ended")
     assert [event["time"] for event in events] == sorted(event["time"] for event in events)
+    assert [event["round"] for event in events if event["event"] == "checkpoint"] == [1, 2]
     for number in (1, 2):
         (round,) = of_kind(scored, RoundRecord, round=number)
         begin = next(place for place, event in enumerate(events) if event.get("round") == number)
@@ -185,6 +186,7 @@ def test_what_the_run_did_is_in_its_activity(personal: Path, scored: list[Record
         delivered = [event for event in inside[:ended] if event["event"] == "delivered"]
         assert [event["client"] for event in delivered] == round.participants
         assert {(event["reason"], event["needed"]) for event in delivered} == {("", True)}
+        assert all(event["upload_bytes"] > 0 for event in delivered)
         assert any(event["event"] == "step" for event in inside[:ended])
 
 

@@ -36,9 +36,15 @@ EXTRAS = {
     "flower": (("flwr",), "clients cannot take part over the network"),
     "secure": (("cryptography", "Crypto"), "federation.secure cannot be enabled"),
     "privacy": (("dp_accounting",), "privacy.unit cannot be set: nothing accounts for ε"),
+    "metrics": (("prometheus_client",), "servers and sites cannot answer /metrics"),
     "gguf": (("gguf",), "GGUF files cannot be model.path"),
 }
-DISTRIBUTIONS = {"Crypto": "pycryptodome", "dp_accounting": "dp-accounting", "liger_kernel": "liger-kernel"}
+DISTRIBUTIONS = {
+    "Crypto": "pycryptodome",
+    "dp_accounting": "dp-accounting",
+    "prometheus_client": "prometheus-client",
+    "liger_kernel": "liger-kernel",
+}
 """Package -> its name for pip, where that is another."""
 GIBIBYTE = 2**30
 

@@ -6,7 +6,8 @@ import json
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -20,9 +21,10 @@ from fedguild.core.locking import holder
 from fedguild.federation import commands
 from fedguild.federation.audit import AuditLog
 from fedguild.federation.checks import is_loopback, require_none, server_faults, site_faults
+from fedguild.federation.monitoring import Monitor, ServerFigures, SiteFigures
 from fedguild.federation.processes import Child, watch
 from fedguild.federation.revocation import Revocations
-from fedguild.federation.site import ServerSettings, load_server, load_site
+from fedguild.federation.site import MonitorSettings, ServerSettings, load_server, load_site
 from fedguild.federation.stopping import request_stop, stop_is_requested, withdraw_request
 from fedguild.federation.watchdog import Watchdog, dying_with_parent
 
@@ -80,10 +82,35 @@ def run_server(folder: Path, echo: Echo) -> None:
             echo(line)
         echo(f"The server's log is {server.log}.")
         echo("Ready. Ctrl-C stops it; runs can be resumed from their last complete round.")
-        watch(started, echo, restart=False)
+        with monitored(settings.monitor, started, state, echo, ServerFigures):
+            watch(started, echo, restart=False)
     finally:
         for each in reversed(started):
             each.terminate()
+
+
+@contextmanager
+def monitored(
+    settings: MonitorSettings,
+    children: Sequence[Child],
+    folder: Path,
+    echo: Echo,
+    figures: Callable[[Path], Callable[[], Iterator[Any]]],
+) -> Iterator[None]:
+    """Answers `/healthz` and `/metrics` during the block, if a port is set.
+
+    Raises:
+        FedGuildError: the port cannot be used, or prometheus-client is not installed.
+    """
+    if settings.port is None:
+        yield
+        return
+    monitor = Monitor(settings, children, folder, figures(folder))
+    try:
+        echo(f"{monitor.url}/healthz and {monitor.url}/metrics are open, without a key.")
+        yield
+    finally:
+        monitor.end()
 
 
 def opened(settings: ServerSettings) -> list[str]:
@@ -191,7 +218,8 @@ def run_client(folder: Path, echo: Echo) -> None:
             child.start()
             started.append(child)
         echo(f"Client {site.client} of {site.server} is up; its logs are in {work}. Ctrl-C stops it.")
-        watch(started, echo, restart=True, explain=exit_reason)
+        with monitored(site.monitor, started, work, echo, SiteFigures):
+            watch(started, echo, restart=True, explain=exit_reason)
     finally:
         for child in reversed(started):
             child.terminate()

@@ -32,6 +32,9 @@ class Child:
 
     Args:
         log: The file that its output is appended to.
+
+    Attributes:
+        starts: How often it was started.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Child:
         self.name, self.log = name, log
         self._command, self._environment, self._folder = list(command), dict(environment), folder
         self._started = 0.0
+        self.starts = 0
         self._pause = 0.5
         self._restart_at: float | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -52,6 +56,7 @@ class Child:
 
     def start(self) -> None:
         self._started, self._restart_at = time.monotonic(), None
+        self.starts += 1
         self._dismiss_watchdog()
         make_folder(self.log.parent)
         with open(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE), "ab") as log:

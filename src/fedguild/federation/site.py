@@ -175,6 +175,22 @@ class AcceptSettings(Section):
     )
 
 
+class MonitorSettings(Section):
+    """Health and figures for a monitoring system."""
+
+    port: int | None = Field(
+        default=None,
+        ge=0,
+        le=65535,
+        description="Port for `/healthz` and `/metrics` (Prometheus), over plain HTTP; null: none. It needs the extra "
+        "`metrics`.",
+    )
+    host: str = Field(
+        default="127.0.0.1",
+        description="Address to listen at; anyone who reaches it reads the figures, so keep it to a private network.",
+    )
+
+
 class SiteSettings(Section):
     """One client of a federation, on its own machine."""
 
@@ -200,6 +216,7 @@ class SiteSettings(Section):
         description="Folder for the client's memory, its logs and the models that it receives. Keep it from run to "
         "run: `privacy.jsonl` and `sums.jsonl` in it record what this site has released in all runs.",
     )
+    monitor: MonitorSettings = Field(default_factory=MonitorSettings, description="`/healthz` and `/metrics`.")
     budget: str | None = Field(
         default=None,
         description="Name of the run's budget that this site can afford; null: the one that the run assigns.",
@@ -239,6 +256,7 @@ class ServerSettings(Section):
         default="nodes", description="Folder with the public keys of the clients, `client-000.pub` and so on."
     )
     state: str = Field(default="state", description="Folder for Flower's database and logs, and for the run.")
+    monitor: MonitorSettings = Field(default_factory=MonitorSettings, description="`/healthz` and `/metrics`.")
     wait_seconds: float = Field(
         default=600.0, gt=0, description="How long a run waits for the clients that it cannot start without."
     )

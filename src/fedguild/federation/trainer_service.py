@@ -47,6 +47,7 @@ from fedguild.federation.site import SiteSettings
 from fedguild.federation.site_policy import RequestLog, SitePolicy, Terms
 from fedguild.federation.sum_log import FILE as SUMS
 from fedguild.federation.sum_log import SumLog
+from fedguild.measuring.log.activity import ActivityLog
 from fedguild.measuring.log.records import EvaluationRecord
 from fedguild.measuring.scores.metrics import load_metrics
 from fedguild.model.backbone import Backbone
@@ -155,6 +156,22 @@ class TrainerService:
 
     def handle(self, message: Message) -> Message:
         """Returns the reply to a request; an error becomes its `failure`, and the service continues."""
+        started = time.monotonic()
+        reply = self._reply(message)
+        make_folder(self.work)
+        ActivityLog(self.work).append(
+            "request",
+            kind=message.kind,
+            run=message.run,
+            round=message.round,
+            outcome="failed" if reply.failure else "answered",
+            seconds=round(time.monotonic() - started, 3),
+            received_bytes=len(message.body),
+            sent_bytes=len(reply.body),
+        )
+        return reply
+
+    def _reply(self, message: Message) -> Message:
         print(f"{message.kind}, round {message.round}.", flush=True)
         try:
             return self._handlers[message.kind](message)

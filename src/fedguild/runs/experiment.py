@@ -464,6 +464,7 @@ class _Rounds:
         started = time.perf_counter()
         self.state = _save(self.experiment, number, self.state, self.accepted)
         self.saving_seconds, self.last = time.perf_counter() - started, number
+        self.note("checkpoint", round=number, seconds=round(self.saving_seconds, 3))
         self.delivery.saved(number)
 
 

@@ -171,7 +171,8 @@ class Intake:
         index, outcome = delivery.task.client.index, self.outcome
         if delivery.task.round == outcome.round and index in self.tasks:
             reason, needed = outcome.rejected.get(index, ""), index not in self.unneeded
-            self.note("delivered", client=index, reason=reason, needed=needed)
+            size = outcome.traffic[index].upload_bytes if index in outcome.traffic else 0
+            self.note("delivered", client=index, reason=reason, needed=needed, upload_bytes=size)
 
     def _set_aside(self, delivery: Delivery) -> None:
         """Keeps an upload of the round before if the rules allow it; drops all others."""

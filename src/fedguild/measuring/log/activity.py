@@ -28,8 +28,9 @@ _LAST_BYTES = 1 << 16
 class ActivityLog:
     """The events of a run's folder; the process that holds the run's lock writes them.
 
-    `begun`, `stage`, `round`, `asked`, `training`, `step`, `delivered`, `withdrawn`, `phase`, `scores`, `message`, and
-    one of `ended`, `stopped`, `interrupted` and `failed`; of real clients also `online`, `sent` and `answered`.
+    `begun`, `stage`, `round`, `asked`, `training`, `step`, `delivered`, `withdrawn`, `phase`, `scores`,
+    `checkpoint`, `message`, and one of `ended`, `stopped`, `interrupted` and `failed`; of real clients also `online`,
+    `sent` and `answered`. A site's work folder has such a log of the requests that it was sent: `request`.
 
     Args:
         folder: The run's folder, which exists.

@@ -445,7 +445,7 @@ class RunView(FollowedRun):
         self.board.keep("log", SHOWN_LINES)
         self.board.put("page", "facts", self._facts())
         self.board.put("page", "now", self._now.to_json())
-        self.board.put("page", "totals", self._totals())
+        self.board.put("page", "totals", self.totals())
 
     def _show_standing(self) -> None:
         if self._clock() - self._asked_standing >= _STANDING_SECONDS or self._ending is not None:
@@ -475,7 +475,8 @@ class RunView(FollowedRun):
             ],
         }
 
-    def _totals(self) -> dict[str, Any]:
+    def totals(self) -> dict[str, Any]:
+        """Returns sums over the complete rounds, the last of them, and the mean time of a round."""
         rounds = list(self._rounds.values())
         recent = [self._rounds[number]["seconds"] for number in sorted(self._rounds)[-_ROUNDS_AVERAGED:]]
         flops: float | None = 0.0
