@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedguild.client.cohort import _padded_sums
 from fedguild.client.schedule import learning_rate, plan_steps
+from fedguild.client.sums import _padded_sums
 from fedguild.core.seeding import numpy_rng
 from fedguild.model.slots import SlotModel
 from tests.backbones import tiny_backbone, tiny_model

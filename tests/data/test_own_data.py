@@ -234,13 +234,6 @@ def test_messages_of_a_dataset_are_conversations(tmp_path: Path):
     assert said(load(tmp_path, as_file(rows_of(dataset)["train"])[1]).train[0]) == TWO
 
 
-def test_preferences_are_refused_with_a_way_out(tmp_path: Path):
-    content = lines({"prompt": "a", "chosen": "b", "rejected": "c"})
-    with pytest.raises(DataError, match=r"preference pairs .*\n.*data\.options\.response_column=chosen"):
-        load(tmp_path, content)
-    assert load(tmp_path, content, response_column="chosen").train[0].response == "b"
-
-
 FRAME = pandas.DataFrame({"instruction": ["a", "b"], "response": ["1", "x;y"]})
 ROWS = FRAME.to_dict("records")
 

@@ -20,7 +20,9 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.optimizer import SlotOptimizer
+from fedguild.client.preference import has_pairs, preference_losses, reference_losses
 from fedguild.client.schedule import learning_rate, plan_steps
+from fedguild.client.sums import sums_of_slots
 from fedguild.config.training import TrainingSettings
 from fedguild.core.errors import ConfigError
 from fedguild.core.payload import Payload
@@ -51,9 +53,10 @@ class LocalReport:
     Attributes:
         tokens: Tokens seen in training, padding excluded.
         examples: Examples seen, repeats counted.
-        loss: Mean loss over its response tokens, in nats.
+        loss: Mean loss over its response tokens, in nats; of preference pairs, over the pairs.
         first_loss: The same of the first step alone, before any update; None where it is not known.
         seconds: The cohort's training time times this client's share of its tokens.
+        reference_tokens: Tokens that the backbone without the adapter has read, for preference pairs.
         withheld: Whether the client withholds all figures, which are 0 then, except steps that follow from what is
             public.
     """
@@ -65,6 +68,7 @@ class LocalReport:
     seconds: float = 0.0
     withheld: bool = False
     first_loss: float | None = None
+    reference_tokens: int = 0
     _targets: int = field(default=0, repr=False)
     _loss_sum: float = field(default=0.0, repr=False)
 
@@ -73,6 +77,7 @@ class LocalReport:
         self.steps += other.steps
         self.tokens += other.tokens
         self.examples += other.examples
+        self.reference_tokens += other.reference_tokens
         self.seconds += other.seconds
         self._targets += other._targets
         self._loss_sum += other._loss_sum
@@ -127,6 +132,7 @@ class Cohort:
         self.trained: list[dict[str, Tensor]] = [{} for _ in work]
         self.routing: RoutingStatistics | None = None
         self.private = None if private is None else tuple(private)
+        self._references: list[Tensor] | None = None
         self._unread: list[tuple[Tensor, list[int]]] = []
         self._on_step = on_step
         self._before: tuple[Tensor, Tensor] | None = None
@@ -259,15 +265,42 @@ class Cohort:
         """Every trainable of all slots, by name."""
         return self.model.trainables
 
-    def steps(self, most: Sequence[int] | None = None) -> Iterator[Step]:
+    def refer(self, drawn: Sequence[Sequence[int]]) -> list[Tensor] | None:
+        """Returns every slot's [examples, 2] losses under the reference; None if its examples are no preference pairs.
+
+        Args:
+            drawn: The indices of the examples that each slot trains on; those of others have NaN.
+        """
+        if not any(has_pairs(part.examples) for part in self.work):
+            return None
+        chosen = [[part.examples[index] for index in picks] for part, picks in zip(self.work, drawn, strict=True)]
+        found = reference_losses(self.model, chosen, self.settings.batch_size, self.pad_id)
+        tables = []
+        for part, picks, losses, report in zip(self.work, drawn, found, self.reports, strict=True):
+            table = losses.new_full((len(part.examples), 2), math.nan)
+            table[list(picks)] = losses
+            tables.append(table)
+            report.reference_tokens += tokens_of([part.examples[index] for index in picks])
+        return tables
+
+    def steps(self, most: Sequence[int] | None = None, *, pairs: bool = False) -> Iterator[Step]:
         """Yields the forward passes of the round; call `Step.apply` after each.
 
         Routing statistics are counted in `routing` during the iteration.
 
         Args:
             most: Upper limit of each client's optimizer steps, to shorten the round.
+            pairs: Whether the examples may be preference pairs: for loops whose loss is `Step.forward` alone.
+
+        Raises:
+            ConfigError: the examples are preference pairs, and the loop does not take them.
         """
         self.require_not_private("has a training loop of its own")
+        if not pairs and any(has_pairs(part.examples) for part in self.work):
+            raise ConfigError(
+                "The data are preference pairs, but the method has a training loop of its own.",
+                "Set training.objective=sft, which trains on the chosen answers alone, or choose another method.",
+            )
         plans = [
             plan_steps(
                 len(part.examples), self.settings, numpy_rng(self.seed, "batches", self.round, part.client.index)
@@ -278,6 +311,7 @@ class Cohort:
             plans = [plan[:limit] for plan, limit in zip(plans, most, strict=True)]
         total = max(len(plan) for plan in plans)
         started = time.perf_counter()
+        self._references = self.refer([sorted({i for step in plan for batch in step for i in batch}) for plan in plans])
         with self.model.collect_routing() as self.routing:
             for index, columns in enumerate(zip_longest(*plans, fillvalue=[])):
                 before = self.routing.counts.clone(), self.routing.tokens.clone()
@@ -298,13 +332,19 @@ class Cohort:
         batches = []
         for picks in zip_longest(*columns, fillvalue=[]):
             rows = [[part.examples[i] for i in pick] for part, pick in zip(self.work, picks, strict=True)]
-            batches.append((rows, collate(rows, self.pad_id, self.model.seq2seq)))
-        whole = [sum(targets_of(rows[slot]) for rows, _ in batches) for slot in range(len(self.work))]
+            batches.append((rows, collate(rows, self.pad_id, self.model.seq2seq), self._referred(picks)))
+        whole = [sum(terms_of(rows[slot]) for rows, *_ in batches) for slot in range(len(self.work))]
         rates = [learning_rate(self.settings, index, total, self.round) if index < total else None for total in totals]
         self.optimizer.zero_grad()
-        for part, (rows, batch) in enumerate(batches):
+        for part, (rows, batch, reference) in enumerate(batches):
             self._seed_dropout(index, part)
-            yield Step(self, index, rows, batch, whole, rates, is_update=part == len(batches) - 1)
+            yield Step(self, index, rows, batch, whole, rates, reference, is_update=part == len(batches) - 1)
+
+    def _referred(self, picks: Sequence[list[int]]) -> Tensor | None:
+        """Returns [pairs, 2], the reference's losses of a pass over these examples of every slot."""
+        if self._references is None:
+            return None
+        return torch.cat([table[pick] for table, pick in zip(self._references, picks, strict=True)])
 
     def _seed_dropout(self, index: int, part: int) -> None:
         self.model.dropout.seed(
@@ -367,8 +407,9 @@ class Step:
         index: int,
         rows: Sequence[Sequence[Encoded]],
         batch: SlotBatch,
-        targets: Sequence[int],
+        terms: Sequence[int],
         rates: Sequence[float | None],
+        reference: Tensor | None = None,
         *,
         is_update: bool,
     ) -> None:
@@ -377,35 +418,39 @@ class Step:
         self.batch = batch
         self.is_update = is_update
         self._rows = rows
-        self._targets = targets
+        self._terms = terms
         self._rates = rates
+        self._reference = reference
 
     def forward(self, label_smoothing: float = 0.0) -> Tensor:
-        """Returns [S], each client's part of its mean negative log-likelihood, in nats.
+        """Returns [S], each client's part of its mean negative log-likelihood in nats, or of its mean DPO loss.
 
-        The mean is over the response tokens of the client's whole optimizer step, so the parts of accumulated passes
-        add up to it. A client that has finished gives 0.
+        The mean is over the response tokens, or the preference pairs, of the client's whole optimizer step, so the
+        parts of accumulated passes add up to it. A client that has finished gives 0.
 
         Args:
-            label_smoothing: See `SlotModel.token_losses`.
+            label_smoothing: See `SlotModel.token_losses`; only without preference pairs.
         """
         losses = self.cohort.model.token_losses(self.batch, label_smoothing)
-        counts = [targets_of(rows) for rows in self._rows]
+        if self._reference is not None:
+            pairs = [pair for rows in self._rows for pair in rows]
+            losses = preference_losses(losses, pairs, self._reference, self.cohort.settings.dpo_beta)
+        counts = [terms_of(rows) for rows in self._rows]
         sums = sums_of_slots(losses, counts)
         self._report(sums.detach(), counts)
-        return sums / on_device([max(1, count) for count in self._targets], sums.device, sums.dtype)
+        return sums / on_device([max(1, count) for count in self._terms], sums.device, sums.dtype)
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradients of [S] per-client losses; each reaches its own slot only."""
         loss.sum().backward()
 
     def shares(self) -> Tensor:
-        """Returns [S], this pass's part of the response tokens of each client's optimizer step.
+        """Returns [S], this pass's part of the response tokens, or pairs, of each client's optimizer step.
 
         They add up to 1 over accumulated passes, so a regulariser that is a mean over a pass's tokens weighs as much as
         the loss. A client that has finished gives 0.
         """
-        parts = [targets_of(rows) / max(1, whole) for rows, whole in zip(self._rows, self._targets, strict=True)]
+        parts = [terms_of(rows) / max(1, whole) for rows, whole in zip(self._rows, self._terms, strict=True)]
         return on_device(parts, self.cohort.model.device)
 
     def activations(self) -> tuple[Tensor, Tensor]:
@@ -434,32 +479,15 @@ class Step:
     def _report(self, sums: Tensor, counts: list[int]) -> None:
         """Counts a pass in the reports; each client's sum of losses stays on the device for now."""
         for report, rows in zip(self.cohort.reports, self._rows, strict=True):
-            report.tokens += sum(len(row.input_ids) for row in rows)
+            report.tokens += tokens_of(rows)
             report.examples += len(rows)
         self.cohort._unread.append((sums, counts))
 
 
-def sums_of_slots(losses: Tensor, counts: Sequence[int]) -> Tensor:
-    """Returns [S], the sum of each slot's losses, which are [P], slot-major.
-
-    On a GPU the number of operations does not depend on the number of slots, and the order is deterministic, unlike
-    that of `index_add`.
-    """
-    if losses.device.type == "cpu":
-        return torch.stack([part.sum() for part in losses.split(list(counts))])
-    return _padded_sums(losses, counts)
+def terms_of(examples: Sequence[Encoded]) -> int:
+    """Returns how many losses the mean of some examples is over: their response tokens, or their pairs."""
+    return len(examples) if has_pairs(examples) else sum(len(row.targets) for row in examples)
 
 
-def _padded_sums(losses: Tensor, counts: Sequence[int]) -> Tensor:
-    slots, width = len(counts), max(1, *counts)
-    if len(set(counts)) == 1:
-        return losses.reshape(slots, -1).sum(dim=1)
-    sizes = torch.tensor(counts)
-    first = torch.arange(slots) * width - (sizes.cumsum(0) - sizes)
-    places = torch.arange(len(losses)) + first.repeat_interleave(sizes)
-    padded = losses.new_zeros(slots * width)
-    return padded.index_copy(0, places.to(losses.device, non_blocking=True), losses).view(slots, width).sum(dim=1)
-
-
-def targets_of(rows: Sequence[Encoded]) -> int:
-    return sum(len(row.targets) for row in rows)
+def tokens_of(examples: Sequence[Encoded]) -> int:
+    return sum(len(row.input_ids) for example in examples for row in example.rows)

@@ -14,7 +14,8 @@ Symbols: T `steps`, q `probability`, C `clip`, sigma `noise_multiplier`, all of 
 The slot axis gives line 3. The drawn examples run in microbatches, each in its own slot with its client's weights, so
 one backward pass gives every example its own gradient. Line 5 is a running sum, so memory depends on the microbatch
 (`training.batch_size`) and not on the number of drawn examples. The loss of an example is the mean over its own
-response tokens; the mean over all tokens of the batch would couple the examples by its denominator.
+response tokens; the mean over all tokens of the batch would couple the examples by its denominator. A preference pair
+is one example, with its own DPO loss: the reference does not depend on any data.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from fedguild.client.cohort import Cohort, sums_of_slots, targets_of
+from fedguild.client.cohort import Cohort, terms_of, tokens_of
+from fedguild.client.preference import preference_losses
 from fedguild.client.schedule import learning_rate
+from fedguild.client.sums import sums_of_slots
 from fedguild.core.errors import DataError
 from fedguild.data.batches import Encoded, collate
 from fedguild.model.adapters.storage import SlotTensor
@@ -66,12 +69,14 @@ class _Client:
         self.cohort, self.slot, self.dp = cohort, slot, dp
         self.examples = cohort.work[slot].examples
         self.micro = cohort.settings.batch_size
+        self.reference: Tensor | None = None
 
     def train(self, penalty: Callable[[], Tensor] | None) -> None:
         """Lines 1 to 6."""
         cohort, dp = self.cohort, self.dp
         if not self.examples:
             raise DataError("A client without training examples cannot train.", "Give every client at least one.")
+        self.reference = self._refer()
         with (
             cohort.model.set_aside(),
             SlotModel(cohort.model.backbone, [cohort.model.plans[self.slot]] * self.micro) as model,
@@ -86,6 +91,12 @@ class _Client:
                 self._apply(step, _noisy_mean(total, dp, step), penalty)
                 cohort.reports[self.slot].steps += 1
                 cohort.tell_step(step + 1, dp.steps)
+
+    def _refer(self) -> Tensor | None:
+        """Returns [examples, 2], the reference's losses of every pair that is drawn; None without pairs."""
+        own = sorted({i for step in range(self.dp.steps) for i in self.dp.batch(step, len(self.examples))})
+        tables = self.cohort.refer([own if slot == self.slot else [] for slot in range(len(self.cohort.work))])
+        return None if tables is None else tables[self.slot]
 
     def _spread_weights(self, model: SlotModel, *, frozen: bool) -> None:
         """Copies the client's weights to every example's slot; frozen ones only the first time."""
@@ -105,12 +116,15 @@ class _Client:
         model.dropout.seed([self.dp.mask_seed(step, index) for index in drawn] + [0] * idle)
         for tensor in model.trainables.values():
             tensor.stored.grad = None
-        counts = [targets_of(own) for own in slots]
-        sums = sums_of_slots(model.token_losses(batch), counts)
+        counts = [terms_of(own) for own in slots]
+        found = model.token_losses(batch)
+        if self.reference is not None:
+            found = preference_losses(found, rows, self.reference[drawn], cohort.settings.dpo_beta)
+        sums = sums_of_slots(found, counts)
         losses = sums / on_device([max(1, count) for count in counts], sums.device, sums.dtype)
         losses.sum().backward()
         report = cohort.reports[self.slot]
-        report.tokens += sum(len(row.input_ids) for row in rows)
+        report.tokens += tokens_of(rows)
         report.examples += len(rows)
         return clipped_sum(model.trainables, self.dp.clip)
 

@@ -29,7 +29,7 @@ def train(cohort: Cohort, penalty: Callable[[], Tensor] | None = None, *, keep: 
     if cohort.private is not None:
         train_privately(cohort, penalty)
     else:
-        for step in cohort.steps():
+        for step in cohort.steps(pairs=True):
             loss = step.forward()
             if penalty is not None and step.is_update:
                 loss = loss + penalty()

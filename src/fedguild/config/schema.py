@@ -47,6 +47,8 @@ LEFT_OUT_BY_DEFAULT = (
     ("federation", "server_step"),
     ("federation", "server_momentum"),
     ("federation", "byte_limit"),
+    ("training", "objective"),
+    ("training", "dpo_beta"),
     ("training", "round_schedule"),
     ("training", "round_warmup"),
     ("training", "round_final"),

@@ -8,10 +8,21 @@ from pydantic import Field, model_validator
 
 from fedguild.config.base import Section
 
+Objective = Literal["auto", "sft", "dpo"]
+
 
 class TrainingSettings(Section):
     """The optimizer, its schedule, and how much a client trains per round."""
 
+    objective: Objective = Field(
+        default="auto",
+        description="Loss of local training; sft: cross-entropy of the responses (of preference pairs, of the chosen "
+        "ones); dpo: Direct Preference Optimization of preference pairs, against the backbone without the adapter; "
+        "auto: dpo for preference pairs, else sft.",
+    )
+    dpo_beta: float = Field(
+        default=0.1, gt=0, description="beta of dpo: how strongly a model is held to the backbone without the adapter."
+    )
     optimizer: Literal["adamw", "adam", "sgd"] = Field(
         default="adamw", description="Optimizer, created afresh each round."
     )
@@ -79,9 +90,9 @@ class TrainingSettings(Section):
 
     loss_limit: Literal["auto"] | Annotated[float, Field(gt=0)] | None = Field(
         default="auto",
-        description="Training loss of a round's median client, in nats per response token, above which a run "
-        "stops as diverged; auto: nearly that of guessing every token with equal probability, and 1.5 times the "
-        "backbone's own; null: no limit.",
+        description="Training loss of a round's median client, in nats per response token (dpo: per pair), above which "
+        "a run stops as diverged; auto: nearly that of guessing every token with equal probability, and 1.5 times the "
+        "backbone's own (dpo: twice ln 2, that of the backbone); null: no limit.",
     )
 
     @model_validator(mode="before")
@@ -98,6 +109,11 @@ class TrainingSettings(Section):
         if not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas must be at least 0 and less than 1, got {list(self.betas)}")
         return self
+
+    @property
+    def rows(self) -> int:
+        """Rows of a client in one forward pass: a preference pair has two."""
+        return self.batch_size * (2 if self.objective == "dpo" else 1)
 
     @property
     def moments(self) -> int:

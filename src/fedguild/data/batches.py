@@ -27,11 +27,18 @@ class Encoded:
 
     Attributes:
         skipped: Ranges after the prompt that are not learned: later turns of the user, and what follows the last turn.
+        rejected: Of a preference pair, the prompt with the response that was not preferred; else None.
     """
 
     input_ids: tuple[int, ...]
     prompt_length: int
     skipped: tuple[tuple[int, int], ...] = ()
+    rejected: Encoded | None = None
+
+    @property
+    def rows(self) -> tuple[Encoded, ...]:
+        """The rows that a batch has of it: itself, and the rejected one after it."""
+        return (self,) if self.rejected is None else (self, self.rejected)
 
     @property
     def targets(self) -> Ids:
@@ -151,10 +158,12 @@ class SlotBatch:
 
 
 def collate(rows: Sequence[Sequence[Encoded]], pad_id: int, seq2seq: Seq2Seq | None = None) -> SlotBatch:
-    """Returns the training batch of several slots, `rows[s]` being the rows of slot s.
+    """Returns the training batch of several slots, `rows[s]` being the examples of slot s.
 
-    The group of a target is its slot, so that sums by group are sums by client.
+    A preference pair becomes two rows, the chosen one first. The group of a target is its slot, so that sums by group
+    are sums by client.
     """
+    rows = [[row for example in examples for row in example.rows] for examples in rows]
     flat = [(slot, row) for slot, slot_rows in enumerate(rows) for row in slot_rows]
     firsts = [max(row.prompt_length, 1) for _, row in flat]
     texts = [np.asarray(row.input_ids, dtype=np.int64) for _, row in flat]

@@ -1,6 +1,7 @@
 """Conversations: the layouts of one's own data, recognised by their columns, and one form for all of them.
 
-A row becomes a conversation (`Example.messages`), a prompt with a response, or a plain text.
+A row becomes a conversation (`Example.messages`), a prompt with a response, a plain text, or a preference pair of two
+conversations or two responses (`Example.rejected`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from fedguild.core.errors import DataError
 from fedguild.data.cells import Number, Table, plain, verbatim
-from fedguild.data.example import Example, Message
+from fedguild.data.example import Example, Message, shared_turns
 
 COLUMNS: dict[str, tuple[str, ...]] = {
     "messages": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat"),
@@ -28,11 +29,11 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "task": ("task",),
     "document": ("document",),
     "choices": ("choices",),
-    "chosen": ("chosen",),
-    "rejected": ("rejected",),
+    "chosen": ("chosen", "chosen_response"),
+    "rejected": ("rejected", "rejected_response"),
 }
 """Content of a column -> the names that it may have, in order of preference and in any case."""
-_NESTED = ("messages", "history", "tools", "choices", "instruction", "response")
+_NESTED = ("messages", "history", "tools", "choices", "instruction", "response", "chosen", "rejected")
 _ROLES = {
     "system": ("developer",),
     "user": ("human",),
@@ -45,13 +46,18 @@ CALLS = ("function_call", "tool_call")
 _MORE = ("tool_calls", "name", "tool_call_id", "reasoning_content", "thinking")
 ACCEPTED = (
     "messages (a list of role and content), conversations (from and value), instruction and response (also prompt, "
-    "question; output, completion, answer), or text"
+    "question; output, completion, answer), chosen and rejected with or without a prompt, or text"
 )
 
 CHAT, SHAREGPT = "chat messages", "ShareGPT conversations"
 PAIRS = "conversational prompts and completions"
 TURNS = "instructions with a system message or a history"
 INSTRUCTIONS, TEXT = "instructions and responses", "plain text"
+PREFERENCES, SHARED_PROMPTS = "preference pairs", "preference pairs with the prompt in both texts"
+CHAT_PREFERENCES = "conversational preference pairs"
+_ANSWERS = ("chosen", "rejected")
+_HUMAN_AND_ASSISTANT = "\n\nAssistant:"
+"""What asks for the answer in Anthropic's HH-RLHF."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,7 @@ class Layout:
 
     @property
     def is_chat(self) -> bool:
-        return self.name not in (INSTRUCTIONS, TEXT)
+        return self.name not in (INSTRUCTIONS, TEXT, PREFERENCES, SHARED_PROMPTS)
 
     def __str__(self) -> str:
         return f"{self.name} ({', '.join(dict.fromkeys(self.columns.values()))})"
@@ -100,15 +106,12 @@ def recognise(table: Table, named: Mapping[str, str] | None = None) -> Layout:
         raise DataError(f"{table.where} has no column {' or '.join(missing)}.", f"Found: {', '.join(table.columns)}.")
     asked = {"instruction", "response"} <= {key for key, name in named.items() if name}
     beside = ("label", "task", "document")
+    if {"chosen", "rejected"} <= columns.keys() and not (named.get("response") or named.get("messages")):
+        return _preferences(table, columns, *beside)
     first = table.first({key: columns[key] for key in ("messages", "instruction", "response") if key in columns})
     if "messages" in columns and not asked and _is_messages(first["messages"]):
         sharegpt = any("from" in one for one in _listed(first["messages"]))
         return _layout(SHAREGPT if sharegpt else CHAT, columns, "messages", "system", "tools", *beside)
-    if {"chosen", "rejected"} <= columns.keys() and "response" not in columns:
-        raise DataError(
-            f"{table.where} has preference pairs (chosen, rejected), which are no data to imitate.",
-            "To train on the chosen answers alone, set data.options.response_column=chosen.",
-        )
     if {"instruction", "response"} <= columns.keys():
         if any(_is_messages(first[key]) for key in ("instruction", "response")):
             return _layout(PAIRS, columns, "instruction", "response", "tools", *beside)
@@ -124,6 +127,36 @@ def recognise(table: Table, named: Mapping[str, str] | None = None) -> Layout:
         f"Found: {', '.join(table.columns) or 'no columns'}. Accepted: {ACCEPTED}. Other names are given in "
         "data.options, for example data.options.instruction_column=Frage.",
     )
+
+
+def _preferences(table: Table, columns: Mapping[str, str], *beside: str) -> Layout:
+    """Returns the layout of a table of preference pairs, whose prompt has a column or is what both answers share."""
+    if "instruction" not in columns and "input" in columns:
+        columns = {**{key: name for key, name in columns.items() if key != "input"}, "instruction": columns["input"]}
+    used = ("instruction", "input", "system", "history", "messages", *_ANSWERS)
+    first = table.first({key: columns[key] for key in used if key in columns})
+    asks = [key for key in ("instruction", "input") if key in columns]
+    if any(_is_messages(_unlisted(first.get(key))) for key in ("instruction", *_ANSWERS)):
+        apart = _begins_with_an_answer(first["chosen"])
+        given = [*asks, "history", *(["messages"] if not asks else [])] if apart else []
+        return _layout(CHAT_PREFERENCES, columns, "system", *given, *_ANSWERS, "tools", *beside)
+    if not asks:
+        return _layout(SHARED_PROMPTS, columns, *_ANSWERS, *beside)
+    if any(first.get(key) for key in ("system", "history")):
+        return _layout(CHAT_PREFERENCES, columns, "system", "history", *asks, *_ANSWERS, *beside)
+    return _layout(PREFERENCES, columns, *asks, *_ANSWERS, *beside)
+
+
+def _unlisted(value: Any) -> Any:
+    """Returns a single message as a list of one."""
+    return [value] if isinstance(value, Mapping) else value
+
+
+def _begins_with_an_answer(value: Any) -> bool:
+    listed = _listed(_unlisted(value))
+    first = listed[0] if listed else None
+    said = first.get("role", first.get("from")) if isinstance(first, Mapping) else "assistant"
+    return ROLE_OF.get(str(said).strip().lower()) != "user" and str(said).strip().lower() != "system"
 
 
 def _layout(name: str, columns: Mapping[str, str], *used: str) -> Layout:
@@ -154,11 +187,103 @@ def examples_of(table: Table, layout: Layout, tally: Tally, render: Callable[[st
             choices, answer = _choices(cells["choices"], response, at)
             prompt = render(instruction, given if given.strip() else "")
             yield Example(prompt, response, **about, choices=choices, answer=answer)
+        elif layout.name in (PREFERENCES, SHARED_PROMPTS, CHAT_PREFERENCES):
+            pair = _pair(layout, cells, at, tally, render, about)
+            if pair is not None:
+                yield replace(pair[0], rejected=pair[1])
         else:
             messages = tidied(list(_MESSAGES_OF.get(layout.name, _of_messages)(cells, at)), tally)
             if messages:
                 tools = at.parsed("tools", cells["tools"]) if cells["tools"] else None
                 yield conversation(messages, tools, **about)
+
+
+def _pair(
+    layout: Layout,
+    cells: Mapping[str, Any],
+    at: _At,
+    tally: Tally,
+    render: Callable[[str, str], str],
+    about: Mapping[str, Any],
+) -> tuple[Example, Example] | None:
+    """Returns the examples of the chosen and the rejected answer; None for a pair of which nothing can be learned."""
+    if not (cells["chosen"] and cells["rejected"]):
+        tally.dropped["pairs that lack an answer"] += 1
+        return None
+    if layout.name == CHAT_PREFERENCES:
+        pair = _pair_of_conversations(cells, at, tally, about)
+    else:
+        pair = _pair_of_texts(layout, cells, at, tally, render, about)
+    if pair is not None and (pair[0].messages, pair[0].response) == (pair[1].messages, pair[1].response):
+        tally.dropped["pairs of the same answer twice"] += 1
+        return None
+    return pair
+
+
+def _pair_of_texts(
+    layout: Layout,
+    cells: Mapping[str, Any],
+    at: _At,
+    tally: Tally,
+    render: Callable[[str, str], str],
+    about: Mapping[str, Any],
+) -> tuple[Example, Example] | None:
+    chosen, rejected = (at.text(key, cells[key]) for key in _ANSWERS)
+    if layout.name == SHARED_PROMPTS:
+        cut = _end_of_prompt(chosen, rejected)
+        prompt, chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
+    else:
+        instruction, given = (at.text(key, cells[key]) for key in ("instruction", "input"))
+        asked = bool(instruction.strip() or given.strip())
+        prompt = render(instruction, given if given.strip() else "") if asked else ""
+    if not prompt.strip():
+        tally.dropped["pairs without a prompt"] += 1
+        return None
+    if not (chosen.strip() and rejected.strip()):
+        tally.dropped["pairs that lack an answer"] += 1
+        return None
+    return Example(prompt, chosen, **about), Example(prompt, rejected, **about)
+
+
+def _end_of_prompt(one: str, other: str) -> int:
+    """Returns where two texts' common prompt ends: before the last answer, or before a word that differs."""
+    pairs = enumerate(zip(one, other, strict=False))
+    shared = next((index for index, (a, b) in pairs if a != b), min(len(one), len(other)))
+    asked = one.rfind(_HUMAN_AND_ASSISTANT, 0, shared)
+    if asked >= 0:
+        return asked + len(_HUMAN_AND_ASSISTANT)
+    while shared and not one[shared - 1].isspace():
+        shared -= 1
+    return len(one[:shared].rstrip())
+
+
+def _pair_of_conversations(
+    cells: Mapping[str, Any], at: _At, tally: Tally, about: Mapping[str, Any]
+) -> tuple[Example, Example] | None:
+    asked, whole = [*_of_prompt(cells, at)], []
+    for key in _ANSWERS:
+        value = _unlisted(cells[key])
+        turns = [*_messages(key, value, at)] if _is_messages(value) else [Message("assistant", at.text(key, value))]
+        whole.append(tidied([*asked, *turns], tally if key == "chosen" else Tally()))
+    if not all(whole):
+        tally.dropped["pairs that lack an answer"] += bool(whole[0])
+        return None
+    if not any(turn.role == "user" for turn in whole[0][: shared_turns(*whole)]):
+        tally.dropped["pairs without a prompt"] += 1
+        return None
+    tools = at.parsed("tools", cells["tools"]) if cells["tools"] else None
+    chosen, rejected = (conversation(turns, tools, **about) for turns in whole)
+    return chosen, rejected
+
+
+def _of_prompt(cells: Mapping[str, Any], at: _At) -> Iterator[Message]:
+    yield from _of_system(cells, at)
+    if _is_messages(cells["instruction"]):
+        yield from _messages("instruction", cells["instruction"], at)
+    elif cells["messages"]:
+        yield from _messages("messages", cells["messages"], at)
+    elif any(cells[key] for key in ("instruction", "input", "history")):
+        yield from [*_of_turns({**cells, "system": None, "response": None}, at)][:-1]
 
 
 def conversation(
@@ -280,10 +405,14 @@ def _listed(value: Any) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else []
 
 
-def _of_messages(cells: Mapping[str, Any], at: _At) -> Iterator[Message]:
+def _of_system(cells: Mapping[str, Any], at: _At) -> Iterator[Message]:
     system = at.text("system", cells["system"])
     if system.strip():
         yield Message("system", system)
+
+
+def _of_messages(cells: Mapping[str, Any], at: _At) -> Iterator[Message]:
+    yield from _of_system(cells, at)
     yield from _messages("messages", cells["messages"], at)
 
 
@@ -383,4 +512,8 @@ def as_conversation(example: Example) -> Example:
     """Returns a prompt with a response as a conversation of two messages, for the chat template."""
     if example.messages or not example.prompt:
         return example
-    return replace(example, messages=(Message("user", example.prompt), Message("assistant", example.response)))
+    return replace(
+        example,
+        messages=(Message("user", example.prompt), Message("assistant", example.response)),
+        rejected=None if example.rejected is None else as_conversation(example.rejected),
+    )

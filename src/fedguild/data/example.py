@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,7 +33,7 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One instruction with its response, or one conversation.
+    """One instruction with its response, or one conversation; or a preference pair of two of them.
 
     Attributes:
         prompt: The whole text before the response, template applied, ending where the response
@@ -51,6 +51,7 @@ class Example:
         tools: The tools that the assistant may call, as a JSON list of their schemas; or empty.
         train_on: The tokens that the loss covers.
         special_tokens: What a text that spells a control token is encoded as.
+        rejected: The same prompt with the response that was not preferred to this one; None where there is none.
     """
 
     prompt: str
@@ -64,6 +65,12 @@ class Example:
     tools: str = ""
     train_on: TrainOn = "all_turns"
     special_tokens: SpecialTokens = "text"
+    rejected: Example | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a response is generated to be scored: there are neither choices nor a rejected one."""
+        return not self.choices and self.rejected is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +93,10 @@ class Corpus:
     dropped: Mapping[str, int] = field(default_factory=dict)
     changed: Mapping[str, int] = field(default_factory=dict)
     layout: str = ""
+
+
+def shared_turns(one: Sequence[Message], other: Sequence[Message]) -> int:
+    """Returns the number of turns with which two conversations begin alike, less than either has."""
+    most = max(0, min(len(one), len(other)) - 1)
+    pairs = enumerate(zip(one[:most], other[:most], strict=True))
+    return next((index for index, (a, b) in pairs if a != b), most)

@@ -19,7 +19,7 @@ from typing import Any
 from fedguild.config.data import SpecialTokens
 from fedguild.core.errors import ConfigError, DataError, first_line
 from fedguild.data.batches import Cut, Encoded
-from fedguild.data.example import Example
+from fedguild.data.example import Example, shared_turns
 
 PLAIN = "plain"
 PLAIN_TEMPLATE = (
@@ -40,22 +40,45 @@ def encode(example: Example, tokenizer: Any, max_tokens: int) -> Encoded:
     """Returns the example as token ids; a response is closed by the end-of-sequence token.
 
     A text longer than `max_tokens` loses its beginning, never that of its response (of a conversation: its last turn);
-    a response that is too long on its own is cut at its end.
+    a response that is too long on its own is cut at its end. Both texts of a preference pair lose as many tokens of
+    their prompt, and the turns that they share are not learned.
 
     Raises:
         DataError: there is no chat template for a conversation, or it cannot write this one.
     """
+    texts = [_written(one, tokenizer) for one in _texts_of(example)]
+    ends = [start + min(len(ids) - start, max_tokens - 1) for ids, _, start in texts]
+    first = max(0, max(ends) - max_tokens)
+    chosen, *rejected = [
+        _encoded(ids[first:end], learned[first:end]) for (ids, learned, _), end in zip(texts, ends, strict=True)
+    ]
+    return replace(chosen, rejected=rejected[0]) if rejected else chosen
+
+
+def _texts_of(example: Example) -> list[Example]:
+    """Returns an example, or both of a preference pair."""
+    if example.rejected is None:
+        return [example]
+    pair = [
+        replace(one, train_on=example.train_on, special_tokens=example.special_tokens, rejected=None)
+        for one in (example, example.rejected)
+    ]
+    shared = shared_turns(*(one.messages for one in pair))
+    return [
+        replace(one, messages=(*(replace(turn, learned=False) for turn in turns[:shared]), *turns[shared:]))
+        for one, turns in ((one, one.messages) for one in pair)
+    ]
+
+
+def _written(example: Example, tokenizer: Any) -> tuple[list[int], list[bool], int]:
+    """Returns an example's token ids, which of them are learned, and where its response or last turn begins."""
     if example.messages:
         ids, learned, start = _conversation(example, tokenizer)
     else:
         prompt, response = _tokens(example, tokenizer)
         ids, start = prompt + response, len(prompt)
         learned = [False] * start + [True] * len(response)
-    if example.train_on == "everything":
-        learned = [True] * len(ids)
-    end = start + min(len(ids) - start, max_tokens - 1)
-    first = max(0, end - max_tokens)
-    return _encoded(ids[first:end], learned[first:end])
+    return ids, [True] * len(ids) if example.train_on == "everything" else learned, start
 
 
 def encode_last(example: Example, tokenizer: Any, max_tokens: int) -> Encoded:
@@ -67,12 +90,13 @@ def count_cut(texts: Iterable[tuple[Example, Encoded]], tokenizer: Any, max_toke
     """Counts the texts that `encode` cut; those that fill `max_tokens` are tokenized again."""
     prompts = responses = number = 0
     for example, encoded in texts:
-        number += 1
-        if len(encoded.input_ids) < max_tokens - 1:
+        number += len(encoded.rows)
+        if max(len(row.input_ids) for row in encoded.rows) < max_tokens - 1:
             continue
-        prompt, response = _lengths(example, tokenizer)
-        prompts += prompt + min(response, max_tokens - 1) > max_tokens
-        responses += response > max_tokens - 1
+        lengths = [_lengths(one, tokenizer) for one in _texts_of(example)]
+        longest = max(prompt + min(response, max_tokens - 1) for prompt, response in lengths)
+        prompts += len(lengths) * (longest > max_tokens)
+        responses += sum(response > max_tokens - 1 for _, response in lengths)
     return Cut(number, prompts, responses, max_tokens)
 
 
@@ -136,8 +160,9 @@ def set_chat_template(tokenizer: Any, setting: str | None) -> None:
 
 def require_chat_template(example: Example, tokenizer: Any) -> None:
     """Raises DataError if an example is a conversation that the tokenizer's chat template cannot write."""
-    if example.messages:
-        _conversation(example, tokenizer)
+    for one in _texts_of(example):
+        if one.messages:
+            _conversation(one, tokenizer)
 
 
 def _tokens(example: Example, tokenizer: Any) -> tuple[list[int], list[int]]:

@@ -161,7 +161,8 @@ def view_of(
     """
     training = [example for client in clients for example in client.train] or list(corpus.train)
     tests = corpus.test or [example for client in clients for example in client.test]
-    texts: list[Encoded] = [] if tokenizer is None else [encode(one, tokenizer, max_tokens) for one in training]
+    encoded = [] if tokenizer is None else [encode(one, tokenizer, max_tokens) for one in training]
+    texts = [row for one in encoded for row in one.rows]
     return DataView(
         layout=corpus.layout,
         train=len(training),
@@ -172,7 +173,7 @@ def view_of(
         duplicates=duplicates_between(corpus, clients) if clients else duplicates_of([training], tests),
         lengths=tuple(len(text.input_ids) for text in texts),
         learned=sum(len(text.targets) for text in texts),
-        cut=count_cut(zip(training, texts, strict=True), tokenizer, max_tokens) if texts else None,
+        cut=count_cut(zip(training, encoded, strict=True), tokenizer, max_tokens) if texts else None,
         spelled=sum(_spells(example, tokenizer) for example in training) if texts else 0,
         shown=tuple(pieces_of(text, tokenizer) for text in texts[:shown]),
     )
@@ -196,11 +197,14 @@ def pieces_of(text: Encoded, tokenizer: Any) -> tuple[Piece, ...]:
 
 def _spells(example: Example, tokenizer: Any) -> bool:
     texts = (one.content for one in example.messages) if example.messages else (example.prompt, example.response)
-    return any(spells_special(text, tokenizer) for text in texts)
+    return any(spells_special(text, tokenizer) for text in texts) or (
+        example.rejected is not None and _spells(example.rejected, tokenizer)
+    )
 
 
 def _whole(example: Example) -> Hashable:
-    return example.messages or (example.prompt, example.response)
+    own = example.messages or (example.prompt, example.response)
+    return own if example.rejected is None else (own, _whole(example.rejected))
 
 
 def _asked(example: Example) -> Hashable:

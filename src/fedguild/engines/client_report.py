@@ -37,6 +37,7 @@ class ClientReport:
             "frequency": None if self.frequency is None else self.frequency.tolist(),
             "peak_memory_bytes": self.peak_memory_bytes,
             "withheld": self.training.withheld,
+            "reference_tokens": self.training.reference_tokens,
         }
 
     @classmethod
@@ -50,7 +51,11 @@ class ClientReport:
             counts = {name: int(values[name]) for name in ("steps", "tokens", "examples")}
             withheld = bool(values.get("withheld", False))
             training = LocalReport(
-                **counts, loss=float(values["loss"]), seconds=float(values["seconds"]), withheld=withheld
+                **counts,
+                loss=float(values["loss"]),
+                seconds=float(values["seconds"]),
+                withheld=withheld,
+                reference_tokens=int(values.get("reference_tokens", 0)),
             )
             frequency = None if values["frequency"] is None else torch.tensor(values["frequency"], dtype=torch.float32)
             peak = None if values["peak_memory_bytes"] is None else int(values["peak_memory_bytes"])

@@ -144,24 +144,27 @@ class Trainer:
         lengths: Sequence[Sequence[int]],
         free: int,
         beside: AdapterPlan | None = None,
+        *,
+        rows: int = 1,
     ) -> int:
         """Returns how many of these clients to train at once.
 
         Args:
-            lengths: The tokens of each example, by client.
+            lengths: The tokens of each row of the examples, by client.
             free: Free bytes of the device's memory.
             beside: The plan of further slots, as `Method.further_plan` returns it.
+            rows: Rows of an example, 2 of a preference pair.
         """
         largest = max(plans, key=lambda plan: (plan.rank, plan.active_experts or self.backbone.info.top_k))
         packs = self.backbone.packs and all(part.packs for part in largest.parts)
-        tokens = most_tokens(lengths, self.settings.batch_size, packs=packs)
-        form = self._step_form(lengths, tokens)
+        rows *= self.settings.batch_size
+        tokens = most_tokens(lengths, rows, packs=packs)
+        form = self._step_form(most_tokens(lengths, rows, packs=False), tokens)
         return auto_cohort_size(self.backbone, largest, tokens, len(plans), free, self.settings, beside, form)
 
-    def _step_form(self, lengths: Sequence[Sequence[int]], tokens: int) -> StepForm:
-        """Returns how clients take their steps, from the tokens of their examples and of a pass."""
+    def _step_form(self, padded: int, tokens: int) -> StepForm:
+        """Returns how clients take their steps, from the tokens of a pass with all padding and as it is computed."""
         settings, device = self.settings, self.backbone.device
-        padded = most_tokens(lengths, settings.batch_size, packs=False)
         by_kernel = settings.optimizer != "sgd" and kernels.runs("optimizer", device)
         pads = pads_attention(self.backbone.model.config, device, self.backbone.dtype)
         return StepForm(
@@ -176,7 +179,7 @@ def most_tokens(lengths: Sequence[Sequence[int]], batch_size: int, *, packs: boo
     """Returns the most tokens of any client's share of a forward pass, with the padding that is computed.
 
     Args:
-        lengths: The tokens of each example, by client.
+        lengths: The tokens of each row, by client.
         batch_size: Rows of a client in a pass.
         packs: Whether rows with more than a little padding are packed.
     """

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fedguild.client.cohort import LocalWork
 from fedguild.client.memory import ClientMemory
 from fedguild.client.merge_ledger import MergeLedger
+from fedguild.client.preference import has_pairs
 from fedguild.config.training import TrainingSettings
 from fedguild.core.errors import CheckpointError
 from fedguild.core.progress import Note, unnoted
@@ -136,6 +137,7 @@ class LocalEngine:
             return self.cohort_size
         (first, _), *_ = members
         plans, free = [plan for _, plan in members], free_bytes(self.backbone.device)
-        lengths = [[len(row.input_ids) for row in self.examples[task.client.index]] for task, _ in members]
+        examples = [self.examples[task.client.index] for task, _ in members]
+        lengths = [[len(row.input_ids) for example in own for row in example.rows] for own in examples]
         beside = further_plan(method, self.backbone.info, [task.client for task, _ in members], first.round)
-        return self.trainer.cohort_size(plans, lengths, free, beside)
+        return self.trainer.cohort_size(plans, lengths, free, beside, rows=2 if any(map(has_pairs, examples)) else 1)

@@ -174,7 +174,8 @@ class CohortActor:
         plans = [method.plan(self.trainer.backbone.info, client.budget) for client in request.clients]
         lengths = [self.examples[f"{client.index}/lengths"].tolist() for client in request.clients]
         beside = further_plan(method, self.trainer.backbone.info, request.clients, request.round)
-        return self.trainer.cohort_size(plans, lengths, self._free_bytes(), beside)
+        pairs = any(self.examples[f"{client.index}/pairs"] for client in request.clients)
+        return self.trainer.cohort_size(plans, lengths, self._free_bytes(), beside, rows=2 if pairs else 1)
 
     def train(self, job: Plain, *payloads: bytes) -> tuple[Plain, list[bytes]]:
         """Trains a cohort, in parts if the memory does not hold it at once.
@@ -333,15 +334,17 @@ def decode_result(report: Plain, upload: bytes, memory: bytes, left: bytes) -> T
 
 
 def pack_examples(examples: Mapping[int, Sequence[Encoded]]) -> bytes:
-    """Returns all clients' examples as the bytes of `{client}/ids`, `/lengths`, `/prompts` and `/skipped`."""
+    """Returns all clients' examples as the bytes of `{client}/ids`, `/lengths`, `/prompts`, `/skipped` and `/pairs`."""
     tensors = {}
-    for index, rows in examples.items():
+    for index, own in examples.items():
+        rows = [row for example in own for row in example.rows]
         ids = [token for row in rows for token in row.input_ids]
         tensors[f"{index}/ids"] = torch.tensor(ids, dtype=torch.int32)
         tensors[f"{index}/lengths"] = torch.tensor([len(row.input_ids) for row in rows], dtype=torch.int32)
         tensors[f"{index}/prompts"] = torch.tensor([row.prompt_length for row in rows], dtype=torch.int32)
         skipped = [(number, *one) for number, row in enumerate(rows) for one in row.skipped]
         tensors[f"{index}/skipped"] = torch.tensor(skipped, dtype=torch.int32).reshape(-1, 3)
+        tensors[f"{index}/pairs"] = torch.tensor(len(rows) > len(own))
     return pack(tensors, {})
 
 
@@ -352,10 +355,13 @@ def unpack_rows(examples: Mapping[str, torch.Tensor], index: int) -> list[Encode
     skipped: list[list[tuple[int, int]]] = [[] for _ in rows]
     for number, start, end in examples[f"{index}/skipped"].tolist():
         skipped[number].append((start, end))
-    return [
+    found = [
         Encoded(tuple(row.tolist()), prompt, tuple(ranges))
         for row, prompt, ranges in zip(rows, prompts, skipped, strict=True)
     ]
+    if not examples[f"{index}/pairs"]:
+        return found
+    return [replace(one, rejected=other) for one, other in zip(found[::2], found[1::2], strict=True)]
 
 
 def _fetched(references: Sequence[Any]) -> list[bytes]:

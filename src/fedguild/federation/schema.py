@@ -143,6 +143,7 @@ class TrainAnswer(_Part):
         peak_memory_bytes: Peak memory of its cohort; None where it was not measured.
         backbone_loads: How often its trainer has loaded the backbone.
         withheld: Whether the figures are withheld for privacy, and so 0 or None.
+        reference_tokens: Tokens that the backbone without the adapter has read, for preference pairs.
     """
 
     steps: int = Field(ge=0, le=LARGEST_STEPS)
@@ -154,6 +155,7 @@ class TrainAnswer(_Part):
     peak_memory_bytes: Annotated[int, Field(ge=0, le=LARGEST_BYTES)] | None
     backbone_loads: Count = 0
     withheld: bool = False
+    reference_tokens: int = Field(default=0, ge=0, le=LARGEST_TOKENS)
 
     def shape(self) -> tuple[int, int] | None:
         """Returns (L, M) of the frequencies; None without any.

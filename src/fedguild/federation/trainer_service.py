@@ -457,7 +457,7 @@ class TrainerService:
         found = exposure(
             config.training,
             steps_in_round(len(encoded), config.training),
-            (example.input_ids for example in encoded),
+            (row.input_ids for example in encoded for row in example.rows),
             trained.values(),
         )
         return found, self.policy.exposure_refusal(

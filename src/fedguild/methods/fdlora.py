@@ -96,6 +96,7 @@ class FDLoRA(Method):
             note="A client's search for its fusion weights runs forward passes that are not counted.",
         ),
         not_private=NotPrivate(example="searches its fusion weights on examples that it holds out"),
+        not_preferences="searches its fusion weights by the loss of single answers",
         not_stepped="has a server's step of its own",
     )
 

@@ -63,6 +63,7 @@ class SmoeLlb(Method):
         needs_experts=True,
         costs=RUNNING_MEAN,
         not_private=NotPrivate(example="balances routers over a batch's tokens, which couples its examples"),
+        not_preferences="balances the routers in a loop of its own",
     )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:

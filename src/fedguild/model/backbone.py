@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,7 +47,7 @@ from fedguild.model.pretrained import (
 from fedguild.model.ranks import Ranks
 from fedguild.model.runtime import Runtime
 from fedguild.model.sharding import shard
-from fedguild.model.weight_changes import merged
+from fedguild.model.weight_changes import exchanged, merged
 from fedguild.model.weight_files import LoadingReport, check_weights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
@@ -79,6 +79,7 @@ class Backbone:
     is_merged: bool = False
     ranks: Ranks | None = None
     _ends_with_head: bool | None = None
+    _originals: Mapping[str, Tensor] = field(default_factory=dict)
 
     def fingerprint(self) -> str:
         """Returns a digest of all weights, to verify that none has changed."""
@@ -128,10 +129,16 @@ class Backbone:
             )
         self.is_merged = bool(merges)
         try:
-            with merged(self.model, self.info, merges):
+            with merged(self.model, self.info, merges) as self._originals:
                 yield
         finally:
-            self.is_merged = False
+            self.is_merged, self._originals = False, {}
+
+    @contextmanager
+    def as_loaded(self) -> Iterator[None]:
+        """Takes the changes that are merged into the weights out of them inside the block."""
+        with exchanged(self.model, self._originals):
+            yield
 
     @contextmanager
     def without_gradients(self) -> Iterator[None]:

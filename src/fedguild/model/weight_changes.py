@@ -114,8 +114,10 @@ def with_changes(weight: Tensor, modules: Sequence[str], found: Mapping[str, Seq
 
 
 @contextmanager
-def merged(model: nn.Module, info: ModelInfo, merges: Mapping[str, Tensor]) -> Iterator[None]:
+def merged(model: nn.Module, info: ModelInfo, merges: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
     """Adds changes to a model's weights and restores the weights bit for bit, however the block ends.
+
+    Yields weight name -> its original, or this process's part of it, of every weight that is changed.
 
     The original weights are kept in host memory meanwhile. Weights without a change, and weights tied to them, are not
     touched.
@@ -127,7 +129,7 @@ def merged(model: nn.Module, info: ModelInfo, merges: Mapping[str, Tensor]) -> I
         ModelError: the weights are in 4 bit, or a change fits no weight.
     """
     if not merges:
-        yield
+        yield {}
         return
     require_unquantised(model, info.name, "Set model.load_in_4bit=false: the method adds its rounds to the weights.")
     found = changes(merges)
@@ -146,10 +148,24 @@ def merged(model: nn.Module, info: ModelInfo, merges: Mapping[str, Tensor]) -> I
             )
             originals[name] = weight.to("cpu", copy=True)
             weight.copy_(changed)
-        yield
+        yield originals
     finally:
         for name, original in originals.items():
             own_part(model.get_parameter(name).detach())[0].copy_(original)
+
+
+@contextmanager
+def exchanged(model: nn.Module, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Sets some weights for the duration of a block; names and tensors as `merged` yields them."""
+    places = {name: own_part(model.get_parameter(name).detach())[0] for name in weights}
+    before = {name: place.to("cpu", copy=True) for name, place in places.items()}
+    try:
+        for name, place in places.items():
+            place.copy_(weights[name])
+        yield
+    finally:
+        for name, place in places.items():
+            place.copy_(before[name])
 
 
 def _of_rows(found: Sequence[Change], rows: slice) -> list[Change]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.merge_ledger import MergeLedger
+from fedguild.client.preference import has_pairs
 from fedguild.config import Config, load_saved
 from fedguild.config.trust import trust
 from fedguild.core.errors import CheckpointError, ConfigError, DivergedError, FedGuildError
@@ -309,7 +310,8 @@ class _Rounds:
         self.saving_seconds = 0.0
         self.delivery = Delivery(callbacks, folder, config.federation.rounds, _evaluations(self.log.read()))
         judged = config.training.loss_limit == "auto" and experiment.remote is None and privacy is None
-        self.untrained = untrained_loss(experiment) if judged else None
+        self.is_dpo = experiment.remote is None and any(map(has_pairs, experiment.encoded.values()))
+        self.untrained = untrained_loss(experiment) if judged and not self.is_dpo else None
         limit = config.federation.byte_limit
         self.bytes_left = None if limit is None else ByteBudget.after(limit, self.log.read())
         self.setup = RoundSetup(
@@ -416,7 +418,7 @@ class _Rounds:
         limit = experiment.config.training.loss_limit
         try:
             hint = self.setup.method.facts.start_hint
-            require_learning(outcome, limit, self.setup.model.vocabulary, self.untrained, hint)
+            require_learning(outcome, limit, self.setup.model.vocabulary, self.untrained, hint, dpo=self.is_dpo)
         except DivergedError:
             if not experiment.config.federation.secure:
                 raise
@@ -631,7 +633,7 @@ def _told_cut(experiment: Experiment) -> dict[str, int]:
         experiment.progress.message(sentence)
     scored = experiment.config.evaluation
     asked = experiment.data.pooled(scored.split, scored.max_examples, experiment.config.seed)
-    generated = [one for one in asked if scored.answer_mode == "generation" or not one.choices]
+    generated = [one for one in asked if one.is_open or (scored.answer_mode == "generation" and one.choices)]
     lost = count_cut_prompts(generated, tokenizer, longest - scored.max_new_tokens)
     if lost:
         experiment.progress.message(

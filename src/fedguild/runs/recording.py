@@ -38,7 +38,10 @@ def client_records(outcome: Outcome, model: ModelInfo, rules: PrivacyRules | Non
     for delivery in outcome.deliveries:
         client, plan, report = delivery.task.client, delivery.plan, delivery.report
         traffic = outcome.traffic[client.index]
-        sequence, told = max(1, round(report.tokens / max(1, report.examples))), not report.withheld
+        rows = report.examples * (2 if report.reference_tokens else 1)
+        sequence, told = max(1, round(report.tokens / max(1, rows))), not report.withheld
+        flops = cost(model, plan).training_flops(report.tokens, sequence)
+        flops += cost(model, AdapterPlan((), plan.active_experts)).forward_flops(report.reference_tokens, sequence)
         steps = report.steps if told or rules is None else _public_steps(rules, delivery)
         records.append(
             ClientRecord(
@@ -54,7 +57,7 @@ def client_records(outcome: Outcome, model: ModelInfo, rules: PrivacyRules | Non
                 upload_bytes=traffic.upload_bytes,
                 download_bytes=traffic.download_bytes,
                 upload_parts=dict(traffic.upload_by_part),
-                training_flops=float(cost(model, plan).training_flops(report.tokens, sequence)) if told else None,
+                training_flops=float(flops) if told else None,
                 peak_memory_bytes=delivery.peak_memory_bytes,
                 seconds=report.seconds if told else None,
             )

@@ -28,7 +28,8 @@ from fedguild.measuring.scores.generation import generate_texts
 from fedguild.measuring.scores.likelihood import Candidates, candidate_losses, encode_candidates
 from fedguild.measuring.scores.metrics import METRICS, load_metrics
 from fedguild.measuring.scores.mismatch import Mismatch
-from fedguild.measuring.scores.tasks import EvaluatedModel, Scoring, likeliest, pad_id
+from fedguild.measuring.scores.preferences import ACCURACY, MARGIN, pair_losses
+from fedguild.measuring.scores.tasks import EvaluatedModel, Scoring, encoded_pairs, likeliest, pad_id
 from fedguild.measuring.scores.tasks import evaluate as score
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.slots import SlotModel
@@ -199,6 +200,7 @@ def recorded_scores(config: Config, method: Method) -> dict[str, set[str]]:
     settings, real = config.evaluation, config.federation.engine.name == "flower"
     measures = {"accuracy", corpus_spec(config.data.dataset).metric, *settings.metrics}
     measures |= {"perplexity"} if settings.perplexity else set()
+    measures |= {ACCURACY, MARGIN} if config.training.objective != "sft" else set()
     scores: dict[str, set[str]] = {}
     if method.facts.has_global_model:
         scores |= {"mean": set(), **{tier.name: measures for tier in config.federation.budgets}}
@@ -264,6 +266,7 @@ def _scored(
     where: Where,
 ) -> list[EvaluationRecord]:
     """Scores several models."""
+    _refer(experiment, models, examples)
     return _in_slots(experiment, models, examples, partial(_scored_at_once, experiment, where))
 
 
@@ -278,8 +281,7 @@ def _in_slots(
     Args:
         use: Takes models with their examples, their plans, the loaded slots, and the tokens of a batch.
     """
-    at_once = experiment.config.federation.cohort_size
-    width = MODELS_AT_ONCE if at_once == "auto" else at_once
+    width = _width(experiment)
     found: list[Found] = []
     for _, group in groupby(zip(models, examples, strict=True), key=lambda pair: _identity(pair[0][2].merged)):
         members = list(group)
@@ -312,12 +314,37 @@ def _scored_at_once(
         max_new_tokens=settings.max_new_tokens,
         batch_tokens=batch_tokens,
         scoring=_scoring(experiment),
+        references=[
+            [experiment.references[one, plan.active_experts] for one in own if one.rejected is not None]
+            for (_, own), plan in zip(members, plans, strict=True)
+        ],
     )
     flops = [cost(backbone.info, plan).table_flops(1, adapters=False) for plan in plans]
     return [
         evaluation_record(name, where, result, plan, per_token, perplexity=settings.perplexity)
         for ((name, _, _), _), plan, result, per_token in zip(members, plans, scores, flops, strict=True)
     ]
+
+
+def _refer(experiment: Experiment, models: Sequence[Model], examples: Sequence[Sequence[Example]], width: int) -> None:
+    """Fills `Experiment.references` for the preference pairs of these models' examples."""
+    known = experiment.references
+    wanted: dict[int | None, dict[Example, None]] = {}
+    for (_, budget, deployment), own in zip(models, examples, strict=True):
+        active = evaluated_plan(experiment, budget, deployment).active_experts
+        new = {one: None for one in own if one.rejected is not None and (one, active) not in known}
+        wanted.setdefault(active, {}).update(new)
+    left = [(active, list(missing)) for active, missing in wanted.items() if missing]
+    tokenizer, longest = experiment.backbone.tokenizer, experiment.config.data.max_length
+    width = _width(experiment)
+    for start in range(0, len(left), width):
+        members = left[start : start + width]
+        plans = [AdapterPlan((), active) for active, _ in members]
+        pairs = encoded_pairs([missing for _, missing in members], tokenizer, longest)
+        with _loaded(experiment, plans, [Deployment(plan, {}) for plan in plans]) as (model, batch_tokens):
+            losses = pair_losses(model, pairs, batch_tokens, pad_id(tokenizer))
+        for (active, missing), found in zip(members, losses, strict=True):
+            known.update({(one, active): pair for one, pair in zip(missing, found, strict=True)})
 
 
 def untrained_loss(experiment: Experiment) -> float:
@@ -397,6 +424,7 @@ def _scoring(experiment: Experiment) -> Scoring:
             primary: METRICS.load(primary),
         },
         responses=primary,
+        beta=config.training.dpo_beta,
     )
 
 

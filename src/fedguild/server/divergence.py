@@ -52,6 +52,8 @@ def require_learning(
     vocabulary: int,
     untrained: float | None = None,
     start_hint: str = "",
+    *,
+    dpo: bool = False,
 ) -> None:
     """Raises if a round's training diverged by its clients' losses, each the mean over its steps.
 
@@ -60,11 +62,12 @@ def require_learning(
 
     Args:
         outcome: The round.
-        limit: `training.loss_limit`; auto: 2 ln V or, if `untrained` is known, the larger of 0.85 ln V and 1.5 times
-            that.
+        limit: `training.loss_limit`; auto: 2 ln 2 for `dpo`, else 2 ln V or, if `untrained` is known, the larger of
+            0.85 ln V and 1.5 times that.
         vocabulary: V, the number of tokens that the model chooses from.
         untrained: The backbone's own loss on training texts, nats per response token; None if it is not known.
         start_hint: The method's advice for a model that it makes worse before any training.
+        dpo: Whether the losses are those of DPO, with which guessing which answer is the chosen one has ln 2.
 
     Raises:
         DivergedError: the loss is not finite, or above the limit; the message tells a model that was above it before
@@ -72,7 +75,7 @@ def require_learning(
     """
     if limit is None:
         return
-    guessing = math.log(vocabulary)
+    guessing, unit, alike = (math.log(2), "pair", "answer") if dpo else (math.log(vocabulary), "token", "token")
     if limit != "auto":
         highest = limit
     elif untrained is None:
@@ -85,16 +88,16 @@ def require_learning(
     if middle <= highest:
         return
     start = _median(one.first_loss for one in trained if one.first_loss is not None) if outcome.round == 1 else 0.0
-    others = f"guessing every token alike has {guessing:.4g}"
+    others = f"guessing every {alike} alike has {guessing:.4g}"
     others += "" if untrained is None else f", the backbone without training {untrained:.4g}"
     if start > highest:
         raise DivergedError(
             f"The model is bad before any training: the median client's loss in its first step is {start:.4g} nats per "
-            f"token, above the limit of {highest:.4g} (training.loss_limit); {others}.",
+            f"{unit}, above the limit of {highest:.4g} (training.loss_limit); {others}.",
             f"A lower learning rate does not help. {start_hint or START_HINT}",
         )
     raise DivergedError(
-        f"The training of round {outcome.round} diverged: the median client's loss is {middle:.4g} nats per token, "
+        f"The training of round {outcome.round} diverged: the median client's loss is {middle:.4g} nats per {unit}, "
         f"above the limit of {highest:.4g} (training.loss_limit); {others}.",
         DIVERGED_HINT,
     )

@@ -176,6 +176,8 @@ class Facts:
             its own, or for terms that are not secure.
         not_stepped: Why the server cannot step from the old adapter towards the mean, with momentum
             (`federation.server_step`), a clause without a subject; empty where it can, if it takes means.
+        not_preferences: Why it cannot train on preference pairs by DPO, a clause without a subject; empty where its
+            clients train by `fedguild.client.training.train` and use the examples in no other way.
         start_hint: What to set where the model that the method makes is far worse than the backbone before any
             training, a sentence; empty for general advice.
     """
@@ -188,6 +190,7 @@ class Facts:
     told_alike: tuple[str, ...] = (ADAPTER,)
     not_linear: str = ""
     not_stepped: str = ""
+    not_preferences: str = ""
     start_hint: str = ""
 
 

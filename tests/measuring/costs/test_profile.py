@@ -9,6 +9,7 @@ from fedguild.measuring.costs.profile import Profile, profile
 from fedguild.measuring.costs.rows import as_rows
 from fedguild.measuring.costs.tiers import Workload
 from fedguild.methods import METHODS, build_method
+from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Method
 from tests.backbones import tiny_backbone
 
@@ -32,6 +33,15 @@ def test_a_round_is_its_steps_and_a_step_its_passes() -> None:
     assert large.flops_round == 6 * large.flops_training_step
     assert large.flops_round_forward == 12 * large.flops_forward
     assert small.flops_round < large.flops_round
+
+
+def test_dpo_adds_a_forward_pass_of_the_backbone() -> None:
+    dpo = Workload(10, 16, 8, TRAINING.model_copy(update={"objective": "dpo"}))
+    sft, pairs = profiled(rank=2).tiers[0], profiled(rank=2, work=dpo).tiers[0]
+    reference = cost(tiny_backbone().info, AdapterPlan((), 4)).forward_flops(16, 8)
+    assert pairs.flops_training_step - sft.flops_training_step == 2 * reference
+    assert pairs.flops_round - sft.flops_round == 12 * reference == pairs.flops_round_forward - sft.flops_round_forward
+    assert dpo.training.rows == 2 * TRAINING.rows == 4
 
 
 def test_a_method_that_states_no_costs_is_profiled_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Your own data: conversations, instructions or plain text, recognised by their columns."""
+"""Your own data: conversations, instructions, preference pairs or plain text, recognised by their columns."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ def read(
     task_column: str | None = None,
     document_column: str | None = None,
     choices_column: str | None = None,
+    chosen_column: str | None = None,
+    rejected_column: str | None = None,
     separator: str | None = None,
     quote: str | None = None,
     encoding: str | None = None,
@@ -55,6 +57,8 @@ def read(
         "task": task_column,
         "document": document_column,
         "choices": choices_column,
+        "chosen": chosen_column,
+        "rejected": rejected_column,
     }
     table = read_table(source, form=TextForm(separator, quote, encoding))
     layout = recognise(table, {key: name for key, name in named.items() if name is not None})
@@ -83,6 +87,8 @@ SPEC = CorpusSpec(
         "task_column": "column of the task that scores are grouped by (task, may be absent)",
         "document_column": "column of the document that a by-document partition keeps whole (document)",
         "choices_column": "column with the list of candidate responses (choices, may be absent)",
+        "chosen_column": "column of the preferred answer of a pair (chosen; empty for none)",
+        "rejected_column": "column of the answer that it was preferred to (rejected; empty for none)",
         "separator": "separator of a CSV file's cells (found in the file)",
         "quote": "quotation mark of a CSV file's cells (a double one; empty for none)",
         "encoding": "encoding of a CSV or JSON file (UTF-8 or UTF-16, found in the file)",

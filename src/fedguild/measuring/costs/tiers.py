@@ -83,7 +83,8 @@ class TierProfile:
         cost: Parameter counts, from which the FLOPs follow.
         steps: Optimizer steps in a round.
         flops_forward: FLOPs of one forward pass.
-        flops_training_step: FLOPs of one optimizer step, forward and backward, all its passes.
+        flops_training_step: FLOPs of one optimizer step, forward and backward, all its passes, with the reference's of
+            dpo.
         flops_round: FLOPs of a round's training, forward and backward; `flops_round_forward` is the forward part.
         upload: Upload in a later round, as are the downloads.
         download: Download of a client that took part in the round before.
@@ -125,6 +126,11 @@ def tier_profile(
     steps = steps_in_round(workload.examples, training)
     passes = steps * training.gradient_accumulation_steps
     costs = [cost(model, each) for each in trained]
+    references = [
+        cost(model, AdapterPlan((), each.active_experts)).forward_flops(tokens, context)
+        for each in trained
+        if training.objective == "dpo"
+    ]
     later, first = _of(budget, list(chain(*traffic.later))), _of(budget, traffic.rounds[0])
     absent = _of(budget, traffic.absent)
     rows = [
@@ -140,9 +146,10 @@ def tier_profile(
         steps=steps,
         flops_forward=counted.forward_flops(tokens, context),
         flops_training_step=training.gradient_accumulation_steps
-        * counted.training_flops(tokens, context, checkpointing=again),
-        flops_round_forward=passes * sum(each.forward_flops(tokens, context) for each in costs),
-        flops_round=passes * sum(each.training_flops(tokens, context, checkpointing=again) for each in costs),
+        * (counted.training_flops(tokens, context, checkpointing=again) + sum(references[:1])),
+        flops_round_forward=passes * (sum(each.forward_flops(tokens, context) for each in costs) + sum(references)),
+        flops_round=passes
+        * (sum(each.training_flops(tokens, context, checkpointing=again) for each in costs) + sum(references)),
         upload=_upload(later or absent),
         download=_download(later or absent),
         absent_download=_download(absent) if absent else None,

@@ -94,9 +94,9 @@ class ClientRecord(_Row):
         examples: Number of the client's training examples; None if withheld for privacy.
         steps: Optimizer steps; None if withheld, as below.
         tokens: Tokens of the batches, padding excluded.
-        train_loss: Mean loss over the steps, nats per response token.
+        train_loss: Mean loss over the steps, nats per response token; of dpo, per preference pair.
         upload_parts: Bytes of the upload's tensors by part, for example `adapter`.
-        training_flops: Floating-point operations of the local training.
+        training_flops: Floating-point operations of the local training, the reference of dpo included.
         peak_memory_bytes: Peak memory of the client's cohort: allocated on a GPU, resident in the process on a CPU.
         seconds: Wall time of the local training of the client's cohort.
     """

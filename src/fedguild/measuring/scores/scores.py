@@ -14,12 +14,12 @@ class ExampleScore:
     """The score of one example. A measure that does not apply to its kind is None.
 
     Attributes:
-        primary: The measure for the example's kind, from 0 to 1: right or wrong if it has choices, else a metric of the
-            generated text.
+        primary: The measure for the example's kind, from 0 to 1: right or wrong if it has choices or is a preference
+            pair, else a metric of the generated text.
         response_nll: Negative log-likelihood of the right response, in nats.
         response_tokens: Tokens that `response_nll` sums over.
         correct: 1.0 if the predicted choice is the right one, else 0.0.
-        metrics: Metrics of the generated text by name, if there are no choices.
+        metrics: Metrics by name, of the generated text or of a preference pair.
         predicted: Index of the predicted choice; None if the text names none.
     """
 

@@ -1,4 +1,4 @@
-"""Scoring of the examples of every slot at once: choices by likelihood, responses by generation."""
+"""Scoring of the examples of every slot at once: choices and pairs by likelihood, responses by generation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from fedguild.core.errors import DataError
+from fedguild.data.batches import Encoded
 from fedguild.data.example import Example
+from fedguild.data.rendering import encode
 from fedguild.measuring.scores.generation import GenerativeModel, generate_texts
 from fedguild.measuring.scores.likelihood import Candidates, LikelihoodModel, candidate_losses, encode_candidates
 from fedguild.measuring.scores.metrics import Metric, load_metrics, measure
 from fedguild.measuring.scores.metrics.exact_match import normalised
+from fedguild.measuring.scores.preferences import ACCURACY, Losses, pair_losses, preference_scores
 from fedguild.measuring.scores.scores import ExampleScore, Scores
 
 
@@ -30,15 +33,17 @@ class Scoring:
             choices.
         metrics: The metrics of an example without choices, by name.
         responses: Name of the metric that is its primary measure.
+        beta: Factor of the margins of preference pairs.
     """
 
     choices: Literal["likelihood", "generation"] = "likelihood"
     length_normalization: Literal["mean", "sum"] = "mean"
     metrics: Mapping[str, Metric] = field(default_factory=lambda: load_metrics(("exact_match", "rouge_l")))
     responses: str = "rouge_l"
+    beta: float = 0.1
 
     def generates(self, example: Example) -> bool:
-        return not example.choices or self.choices == "generation"
+        return example.is_open or (bool(example.choices) and self.choices == "generation")
 
 
 def evaluate(
@@ -50,6 +55,7 @@ def evaluate(
     max_new_tokens: int = 128,
     batch_tokens: int = 16384,
     scoring: Scoring | None = None,
+    references: Sequence[Sequence[Losses]] | None = None,
 ) -> list[Scores]:
     """Returns the scores of every slot.
 
@@ -59,6 +65,7 @@ def evaluate(
             have none.
         max_tokens: Longest text, prompt and response together, as in training.
         batch_tokens: Bound on the tokens of one forward pass, padding included.
+        references: Of every slot's preference pairs, in their order, the losses under the reference.
 
     Raises:
         DataError: the slots do not match, an example's answer is not among its choices, or it has no prompt.
@@ -67,7 +74,8 @@ def evaluate(
     scoring = scoring or Scoring()
     if len(examples) != model.slots:
         raise DataError(f"The model has {model.slots} slots, but {len(examples)} lists of test examples were given.")
-    rows = _encoded(examples, tokenizer, max_tokens)
+    answered = [[example for example in own if example.rejected is None] for own in examples]
+    rows = _encoded(answered, tokenizer, max_tokens)
     texts = generate_texts(
         model,
         [[example for example in slot_examples if scoring.generates(example)] for slot_examples in examples],
@@ -77,7 +85,37 @@ def evaluate(
         batch_tokens=batch_tokens,
     )
     losses = candidate_losses(model, rows, batch_tokens, pad_id(tokenizer))
-    return [_slot_scores(*slot, scoring) for slot in zip(examples, rows, losses, texts, strict=True)]
+    found = [_slot_scores(*slot, scoring) for slot in zip(answered, rows, losses, texts, strict=True)]
+    pairs = encoded_pairs(examples, tokenizer, max_tokens)
+    own_losses = pair_losses(model, pairs, batch_tokens, pad_id(tokenizer))
+    scored = []
+    for slot, own in enumerate(examples):
+        others = iter(found[slot])
+        compared = iter(zip(pairs[slot], own_losses[slot], references[slot] if references else (), strict=True))
+        scored.append(
+            [next(others) if one.rejected is None else _pair_score(one, *next(compared), scoring) for one in own]
+        )
+    return list(map(Scores.of, scored))
+
+
+def encoded_pairs(examples: Sequence[Sequence[Example]], tokenizer: Any, max_tokens: int) -> list[list[Encoded]]:
+    """Returns every slot's preference pairs as token ids."""
+    encoded: dict[Example, Encoded] = {}
+    for example in (one for own in examples for one in own if one.rejected is not None):
+        if example not in encoded:
+            encoded[example] = encode(example, tokenizer, max_tokens)
+    return [[encoded[one] for one in own if one.rejected is not None] for own in examples]
+
+
+def _pair_score(example: Example, pair: Encoded, own: Losses, reference: Losses, scoring: Scoring) -> ExampleScore:
+    measured = preference_scores(own, reference, scoring.beta)
+    return ExampleScore(
+        task=example.task,
+        primary=measured[ACCURACY],
+        response_nll=own[0],
+        response_tokens=len(pair.targets),
+        metrics=measured,
+    )
 
 
 def _encoded(examples: Sequence[Sequence[Example]], tokenizer: Any, max_tokens: int) -> list[list[Candidates]]:
@@ -107,14 +145,12 @@ def _slot_scores(
     losses: Sequence[Sequence[float]],
     texts: Sequence[str],
     scoring: Scoring,
-) -> Scores:
+) -> list[ExampleScore]:
     remaining = iter(texts)
-    return Scores.of(
-        [
-            _score(example, candidates, nll, next(remaining) if scoring.generates(example) else None, scoring)
-            for example, candidates, nll in zip(examples, rows, losses, strict=True)
-        ]
-    )
+    return [
+        _score(example, candidates, nll, next(remaining) if scoring.generates(example) else None, scoring)
+        for example, candidates, nll in zip(examples, rows, losses, strict=True)
+    ]
 
 
 def _score(

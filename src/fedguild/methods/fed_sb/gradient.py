@@ -48,7 +48,7 @@ def mean_gradients(cohort: Cohort, sample: float) -> list[dict[str, Tensor]]:
     per_step = cohort.settings.batch_size * cohort.settings.gradient_accumulation_steps
     most = [max(1, math.ceil(sample * len(work.examples) / per_step)) for work in cohort.work]
     sums: dict[str, Tensor] = {}
-    for step in cohort.steps(most):
+    for step in cohort.steps(most, pairs=True):
         step.backward(step.forward())
         if step.is_update:
             for name, trainable in cohort.trainables.items():

@@ -145,6 +145,7 @@ class FedAlignMoe(Method):
             "forward passes over its data, up to `statistics_tokens` tokens, that are not counted.",
         ),
         not_private="sends means of the routing and of the experts' inputs",
+        not_preferences="aligns the routing in a loop of its own",
         not_linear="it compares the clients' experts by their cosines",
     )
     settings: FedAlignMoeSettings

@@ -176,6 +176,7 @@ class FedAMoLE(Method):
             note="Clients hold between k^e and b experts of a module; over all of them the mean is E k^c / C.",
         ),
         not_private="sends embeddings of the clients' examples (method.privacy_eta adds noise that no account covers)",
+        not_preferences="balances the experts of its mixtures in a loop of its own",
         has_global_model=False,
         not_linear="it assigns experts by every client's embedding",
         not_stepped="assigns its experts anew after every round",

@@ -122,6 +122,7 @@ class FedMoe(Method):
             rounds=3,
         ),
         not_private="sends activations of the experts and what its validation says of them",
+        not_preferences="trains and chooses sub-models by the loss of single answers",
         not_stepped="moves its experts apart from its adapter",
     )
 

@@ -102,6 +102,7 @@ class HFedMoe(Method):
             note="A client's FLOPs are those of training all experts: the gradients of those not chosen are discarded.",
         ),
         not_private="sends how important each expert is to a client's examples",
+        not_preferences="measures the experts' importance in a loop of its own",
         needs_float64="measures the experts' importance",
         not_linear="the sum of the sizes of an expert's users would tell who they are",
     )

@@ -93,6 +93,7 @@ class PflMoe(Method):
             note="A client's personal adapter and gate stay with it; their training comes on top of the FLOPs here.",
         ),
         not_private=NotPrivate(example="trains a personal model and a gate on the same examples"),
+        not_preferences="trains its gate on the loss of single answers",
     )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:

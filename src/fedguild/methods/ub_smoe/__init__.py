@@ -179,6 +179,7 @@ class UbSmoe(Method):
             note="A client that took part in the round before derives the pseudo-gradient; others download it.",
         ),
         not_private="sends how often a client's tokens used each expert",
+        not_preferences="trains with an alignment of the routers in a loop of its own",
         needs_float64="measures its pseudo-gradient",
         told_alike=(ADAPTER, PHI),
         not_stepped="takes its pseudo-gradient from the step of its adapter",

@@ -68,7 +68,7 @@ def profile_config(
     context_tokens = context or config.data.max_length
     work = Workload(
         examples=examples or EXAMPLES,
-        tokens=tokens or config.training.batch_size * context_tokens,
+        tokens=tokens or config.training.rows * context_tokens,
         context_tokens=context_tokens,
         training=config.training,
         dtype=DTYPES.get(config.model.dtype, torch.bfloat16),

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from fedguild.config import Config
 from fedguild.config.data import GIVEN
+from fedguild.core.errors import ConfigError
 from fedguild.core.seeding import numpy_rng
 from fedguild.data import (
     ClientData,
@@ -26,6 +27,7 @@ from fedguild.data.corpora import checked_options, corpus_spec
 from fedguild.data.given import GivenData, given_parts, source
 from fedguild.data.rendering import count_cut, encode
 from fedguild.data.sampling import sample
+from fedguild.runs.setup.fitting import method_of, require_preferences
 
 Split = Literal["test", "validation"]
 """The held-out examples that models are scored on."""
@@ -66,6 +68,7 @@ def prepare_data(config: Config, folder: Path | None = None, given: GivenData | 
 
     Raises:
         DataError: the data is missing, has the wrong columns, or leaves a client without examples.
+        ConfigError: as `for_objective`.
     """
     corpus = prepare_corpus(config, folder)
     rng = numpy_rng(config.seed, "partition")
@@ -84,7 +87,7 @@ def prepare_corpus(config: Config, folder: Path | None = None) -> Corpus:
     """Loads the corpus of a config; arguments and errors as of `prepare_data`."""
     data = config.data
     options = checked_options(corpus_spec(data.dataset), data.options)
-    return load_corpus(
+    corpus = load_corpus(
         data.dataset,
         train=source(data.train, folder),
         test=source(data.test, folder),
@@ -95,6 +98,31 @@ def prepare_corpus(config: Config, folder: Path | None = None) -> Corpus:
         special_tokens=data.special_tokens,
         **options,
     )
+    return for_objective(corpus, config)
+
+
+def for_objective(corpus: Corpus, config: Config) -> Corpus:
+    """Returns a corpus as `training.objective` uses it: preference pairs as pairs, or their chosen answers alone.
+
+    Raises:
+        ConfigError: the objective is dpo, but there are no pairs; or there are, and the method cannot train on them.
+    """
+    objective = config.training.objective
+    pairs = any(example.rejected is not None for example in corpus.train)
+    if objective == "sft":
+        alone = [tuple(replace(one, rejected=None) for one in examples) for examples in (corpus.train, corpus.test)]
+        said = "chosen answers alone (training.objective=sft)"
+        layout = f"{corpus.layout}; {said}" if pairs else corpus.layout
+        return replace(corpus, train=alone[0], test=alone[1], layout=layout)
+    if objective == "dpo" and not pairs:
+        raise ConfigError(
+            f"training.objective is dpo, but the data are no preference pairs: {corpus.layout or corpus.name}.",
+            "Give data.dataset=instructions and data with chosen and rejected answers, or set training.objective=sft.",
+        )
+    if not pairs:
+        return corpus
+    require_preferences(method_of(config))
+    return replace(corpus, layout=f"{corpus.layout}; trained on by DPO")
 
 
 def dropped_of(data: PreparedData, config: Config) -> dict[str, int]:

@@ -19,9 +19,11 @@ from fedguild.config import Config
 from fedguild.core.files import write_text
 from fedguild.core.payload import Payload
 from fedguild.core.progress import Progress
+from fedguild.data import Example
 from fedguild.data.batches import Encoded
 from fedguild.measuring.log.records import EvaluationRecord
 from fedguild.measuring.scores.metrics import Metric
+from fedguild.measuring.scores.preferences import Losses
 from fedguild.measuring.scores.tasks import EvaluatedModel
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
@@ -103,7 +105,8 @@ class Experiment:
 
     `scorer` is None until there is an engine that scores models instead of this process. `remote` is None if the
     clients are simulated by the engine that the config names. `metrics` are those given in Python, by their names in
-    the config.
+    the config. `references` are the losses of the preference pairs that were scored, under the backbone with so many
+    active experts.
     """
 
     config: Config
@@ -118,6 +121,7 @@ class Experiment:
     remote: Remote | None = None
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     scorer: Scorer | None = None
+    references: dict[tuple[Example, int | None], Losses] = field(default_factory=dict, repr=False)
 
     @cached_property
     def privacy(self) -> Privacy | None:

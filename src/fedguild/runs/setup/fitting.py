@@ -8,6 +8,7 @@ from typing import Any
 
 from fedguild.client.budget import Budget
 from fedguild.config import Config
+from fedguild.core.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.model.info import ModelInfo
 from fedguild.server.method import Method
@@ -20,6 +21,16 @@ def method_of(config: Config) -> Method:
         ConfigError: the method or an option is unknown, or out of range.
     """
     return build_method(config.method.name, config.method.options)
+
+
+def require_preferences(method: Method) -> None:
+    """Raises ConfigError if a method cannot train on preference pairs."""
+    if method.facts.not_preferences:
+        raise ConfigError(
+            f"{method.name} cannot train on preference pairs by DPO: it {method.facts.not_preferences}.",
+            "Choose a method whose clients train by the plain loop, such as fedit or flame, or set "
+            "training.objective=sft, which trains on the chosen answers alone.",
+        )
 
 
 def fitted(method: Method, config: Config, model: ModelInfo) -> Method:

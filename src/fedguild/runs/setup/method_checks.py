@@ -20,7 +20,7 @@ from fedguild.privacy.secure_sum.form import require_disclosure
 from fedguild.privacy.secure_sum.graph import FEWEST_CLIENTS
 from fedguild.runs.guarantee import check_central, check_privacy
 from fedguild.runs.setup.checks import require_room, require_split
-from fedguild.runs.setup.fitting import budgets_of, fitted, method_of
+from fedguild.runs.setup.fitting import budgets_of, fitted, method_of, require_preferences
 from fedguild.server.method import Method, require_linear, secure_form, starting_rng, takes_means
 from fedguild.server.optimizer import takes_steps
 
@@ -70,6 +70,8 @@ def _check_settings(method: Method, config: Config) -> None:
     """Raises ConfigError if a method cannot run with the rest of its config, whatever the model."""
     federation = config.federation
     require_split(config, config.evaluation.split)
+    if config.training.objective == "dpo":
+        require_preferences(method)
     _require_steps(method, federation)
     _require_means(method, federation.aggregator)
     if federation.secure:

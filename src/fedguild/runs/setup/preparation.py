@@ -88,7 +88,7 @@ def _read_data(
     if trains:
         require_examples(data, evaluation.split)
     scored = data.pooled(evaluation.split, evaluation.max_examples, config.seed)
-    require_room(config, generates=any(not example.choices for example in scored))
+    require_room(config, generates=any(example.is_open for example in scored))
     for sentence in data_sentences(data.corpus, dropped_of(data, config)):
         progress.message(sentence)
     leak = duplicates_between(data.corpus, data.clients).warning() if trains else ""

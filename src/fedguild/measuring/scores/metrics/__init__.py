@@ -16,7 +16,7 @@ from fedguild.core.plugins import Plugins
 
 Metric = Callable[[str, str], float]
 """(generated text, reference) -> score."""
-TAKEN = ("accuracy", "deviation", "perplexity")
+TAKEN = ("accuracy", "deviation", "perplexity", "preference_accuracy", "reward_margin")
 """Names under which other figures of an evaluation are recorded."""
 
 

@@ -1,0 +1,64 @@
+"""A run on preference pairs: told, trained by DPO, scored on each budget, or refused before a model is loaded."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+import fedguild
+from fedguild.core.errors import ConfigError
+from fedguild.measuring.log.folder import load_run
+from tests.runs.test_chat_data import SMALL, Told
+
+PAIRS = [{"prompt": f"Name bird {n}.", "chosen": f"Robin {n}.", "rejected": f"No, {n}!"} for n in range(24)]
+FAST = (
+    *SMALL,
+    "training.learning_rate=0.01",
+    "data.max_length=64",
+    "federation.budgets=[{name: a, active_experts: 2}, {name: b, active_experts: 1}]",
+)
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in PAIRS))
+    return path
+
+
+def test_a_run_on_pairs(file: Path, tmp_path: Path) -> None:
+    told = Told()
+    result = fedguild.run("fedit/tiny-tasks", *FAST, dataset=str(file), output=tmp_path / "run", progress=told)
+    assert f"Data: {file}: preference pairs (prompt, chosen, rejected); trained on by DPO." in told.lines
+    folder = load_run(tmp_path / "run")
+    first, last = (
+        [one for one in folder.evaluations if (one.round, one.scope) == (number, "budget")] for number in (0, 1)
+    )
+    assert [(one.score, one.metrics["reward_margin"]) for one in first] == [(0.5, pytest.approx(0, abs=1e-4))] * 2
+    assert all(one.score == one.metrics["preference_accuracy"] for one in last)
+    assert all(one.metrics["reward_margin"] > 0 for one in last)
+    assert "rouge_l" not in last[0].metrics
+    for client in folder.clients:
+        assert client.train_loss is not None
+        assert 0 < client.train_loss < math.log(2)
+    assert result.scores
+
+
+def test_the_chosen_answers_alone(file: Path, tmp_path: Path) -> None:
+    told = Told()
+    overrides = [*FAST, "training.objective=sft"]
+    fedguild.run("fedit/tiny-tasks", *overrides, dataset=str(file), output=tmp_path / "run", progress=told)
+    assert [line for line in told.lines if "chosen answers alone (training.objective=sft)" in line]
+    folder = load_run(tmp_path / "run")
+    assert all("rouge_l" in one.metrics for one in folder.evaluations if one.scope == "budget")
+
+
+def test_what_cannot_train_on_pairs_is_refused(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedguild.runs.setup.preparation.load_backbone", lambda **_: pytest.fail("loaded"))
+    with pytest.raises(ConfigError, match=r"smoe-llb cannot train on preference pairs by DPO: it balances"):
+        fedguild.run("smoe-llb/tiny-tasks", *FAST, dataset=str(file), output=tmp_path / "found")
+    with pytest.raises(ConfigError, match=r"smoe-llb cannot train on preference pairs by DPO: it balances"):
+        fedguild.run("smoe-llb/tiny-tasks", "training.objective=dpo", output=tmp_path / "known")
+    with pytest.raises(ConfigError, match=r"training\.objective is dpo, but the data are no preference pairs"):
+        fedguild.run("fedit/tiny-tasks", *FAST, "training.objective=dpo", output=tmp_path / "none")
