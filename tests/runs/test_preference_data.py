@@ -2,13 +2,17 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import fedguild
+from fedguild.config import load_config
 from fedguild.core.errors import ConfigError
+from fedguild.data import ClientData, Example
 from fedguild.measuring.log.folder import load_run
+from fedguild.runs.setup import of_client
 from tests.runs.test_chat_data import SMALL, Told
 
 PAIRS = [{"prompt": f"Name bird {n}.", "chosen": f"Robin {n}.", "rejected": f"No, {n}!"} for n in range(24)]
@@ -62,3 +66,16 @@ def test_what_cannot_train_on_pairs_is_refused(file: Path, tmp_path: Path, monke
         fedguild.run("smoe-llb/tiny-tasks", "training.objective=dpo", output=tmp_path / "known")
     with pytest.raises(ConfigError, match=r"training\.objective is dpo, but the data are no preference pairs"):
         fedguild.run("fedit/tiny-tasks", *FAST, "training.objective=dpo", output=tmp_path / "none")
+
+
+def test_a_site_uses_its_pairs_as_the_run_says() -> None:
+    """A site reads its data before it knows a run."""
+    example = replace(Example("q", "good", "", ""), rejected=Example("q", "bad", "", ""))
+    data = ClientData((example,), (example,), (example,))
+    assert of_client(data, load_config("fedit/tiny-tasks"), "here") is data
+    alone = of_client(data, load_config("fedit/tiny-tasks", ["training.objective=sft"]), "here")
+    assert {one.rejected for own in (alone.train, alone.validation, alone.test) for one in own} == {None}
+    with pytest.raises(ConfigError, match="smoe-llb cannot train on preference pairs"):
+        of_client(data, load_config("smoe-llb/tiny-tasks"), "here")
+    with pytest.raises(ConfigError, match="no preference pairs: here"):
+        of_client(alone, load_config("fedit/tiny-tasks", ["training.objective=dpo"]), "here")

@@ -71,6 +71,7 @@ from fedguild.runs.setup import (
     fitted,
     load_model,
     method_of,
+    of_client,
     prepare_data,
 )
 from fedguild.server.engine import Engine, FilteredEngine, Task
@@ -403,7 +404,7 @@ class TrainerService:
             raise UploadError(f"a message names an invalid run: {run!r:.50}")
         method = method_of(config)
         load_metrics(config.evaluation.metrics)
-        backbone, client_data = self._load_once(config), self._client_data()
+        backbone, client_data = self._load_once(config), of_client(self._client_data(), config, "this site's")
         method = fitted(method, config, backbone.info)
         check_fit(method, config, backbone.info)
         tiers = budgets_of(config, backbone.info)
@@ -445,7 +446,8 @@ class TrainerService:
         config = self._at_this_site(config)
         backbone = self._load_once(config)
         method = fitted(method_of(config), config, backbone.info)
-        encoded = [encode_example(one, backbone.tokenizer, config.data.max_length) for one in self._client_data().train]
+        examples = of_client(self._client_data(), config, "this site's").train
+        encoded = [encode_example(one, backbone.tokenizer, config.data.max_length) for one in examples]
         found, refusal = self._exposed(config, method, encoded)
         return found, self._run_refusal(config) or refusal
 

@@ -12,6 +12,7 @@ from fedguild.runs.setup.data import (
     data_sentences,
     dropped_of,
     encoded_texts,
+    of_client,
     prepare_corpus,
     prepare_data,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "method_of",
     "method_record",
     "model_of",
+    "of_client",
     "prepare",
     "prepare_corpus",
     "prepare_data",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -105,24 +105,42 @@ def for_objective(corpus: Corpus, config: Config) -> Corpus:
     """Returns a corpus as `training.objective` uses it: preference pairs as pairs, or their chosen answers alone.
 
     Raises:
+        ConfigError: as `of_client`.
+    """
+    pairs = _has_pairs(corpus.train)
+    whole = of_client(ClientData(corpus.train, (), corpus.test), config, corpus.layout or corpus.name)
+    said = (
+        "chosen answers alone (training.objective=sft)" if config.training.objective == "sft" else "trained on by DPO"
+    )
+    layout = f"{corpus.layout}; {said}" if pairs else corpus.layout
+    return replace(corpus, train=whole.train, test=whole.test, layout=layout)
+
+
+def of_client(data: ClientData, config: Config, found: str) -> ClientData:
+    """Returns a client's examples as `training.objective` uses them.
+
+    Args:
+        found: What the data are, for messages.
+
+    Raises:
         ConfigError: the objective is dpo, but there are no pairs; or there are, and the method cannot train on them.
     """
-    objective = config.training.objective
-    pairs = any(example.rejected is not None for example in corpus.train)
+    objective, pairs = config.training.objective, _has_pairs(data.train)
     if objective == "sft":
-        alone = [tuple(replace(one, rejected=None) for one in examples) for examples in (corpus.train, corpus.test)]
-        said = "chosen answers alone (training.objective=sft)"
-        layout = f"{corpus.layout}; {said}" if pairs else corpus.layout
-        return replace(corpus, train=alone[0], test=alone[1], layout=layout)
+        alone = (tuple(replace(one, rejected=None) for one in own) for own in (data.train, data.validation, data.test))
+        return ClientData(*alone)
     if objective == "dpo" and not pairs:
         raise ConfigError(
-            f"training.objective is dpo, but the data are no preference pairs: {corpus.layout or corpus.name}.",
+            f"training.objective is dpo, but the data are no preference pairs: {found}.",
             "Give data.dataset=instructions and data with chosen and rejected answers, or set training.objective=sft.",
         )
-    if not pairs:
-        return corpus
-    require_preferences(method_of(config))
-    return replace(corpus, layout=f"{corpus.layout}; trained on by DPO")
+    if pairs:
+        require_preferences(method_of(config))
+    return data
+
+
+def _has_pairs(examples: Sequence[Example]) -> bool:
+    return any(example.rejected is not None for example in examples)
 
 
 def dropped_of(data: PreparedData, config: Config) -> dict[str, int]:
