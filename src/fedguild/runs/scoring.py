@@ -326,7 +326,13 @@ def _scored_at_once(
     ]
 
 
-def _refer(experiment: Experiment, models: Sequence[Model], examples: Sequence[Sequence[Example]], width: int) -> None:
+def _width(experiment: Experiment) -> int:
+    """Returns how many models share a forward pass."""
+    at_once = experiment.config.federation.cohort_size
+    return MODELS_AT_ONCE if at_once == "auto" else at_once
+
+
+def _refer(experiment: Experiment, models: Sequence[Model], examples: Sequence[Sequence[Example]]) -> None:
     """Fills `Experiment.references` for the preference pairs of these models' examples."""
     known = experiment.references
     wanted: dict[int | None, dict[Example, None]] = {}
