@@ -38,7 +38,10 @@ def test_a_method_runs_on_mps_unless_it_needs_fp64_there(name):
 
 @pytest.mark.parametrize(
     ("override", "reason"),
-    [("model.load_in_4bit=true", "bitsandbytes needs CUDA or a CPU"), ("federation.engine.name=ray", "Ray assigns CUDA's GPUs")],
+    [
+        ("model.load_in_4bit=true", "bitsandbytes needs CUDA or a CPU"),
+        ("federation.engine.name=ray", "Ray assigns CUDA's GPUs"),
+    ],
 )
 def test_what_mps_does_not_go_with(override, reason):
     with pytest.raises(ConfigError, match=reason):

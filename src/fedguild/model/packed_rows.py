@@ -3,8 +3,9 @@
 A pass over rows of unequal length computes its linear layers, norms and routers for the padding too, which on short
 instructions is most of the tokens. Packed, the model sees one row of all real tokens, and only its attention has to
 separate them. transformers looks the attention up by name (`AttentionInterface`), so a backbone that can pack gets its
-own; without packing it equals transformers' sdpa bit for bit. transformers' modelling code takes two seconds to import,
-so this module imports it only where there is a model.
+own; without packing it equals transformers' sdpa bit for bit, but for short rows that train in bf16 on a CPU
+(`short_attention`). transformers' modelling code takes two seconds to import, so this module imports it only where
+there is a model.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from fedguild.data.batches import SlotBatch
 from fedguild.model.linears import adaptable_linears
+from fedguild.model.short_attention import is_short, short_attention
 
 ATTENTION = "fedguild_packed"
 """Name of the attention of a backbone that can pack."""
@@ -158,18 +160,19 @@ def packed_attention(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        if is_short(query, key, options):
+            return short_attention(query, key, value, mask, options.get("scaling"))
+        return sdpa_attention_forward(module, query, key, value, mask, **options)[0]
+
     if packed_rows is None:
-        mask = attention_mask if is_masked else None
-        output, _ = sdpa_attention_forward(module, query, key, value, mask, **options)
-        return output, None
+        return attend(query, key, value, attention_mask if is_masked else None), None
     if _has_variable_length(query.device, query.dtype, query.shape[-1], value.shape[-1]):
         return _variable_length(query, key, value, packed_rows, options.get("scaling")), None
     if query.device.type not in ROW_BY_ROW:
         return _padded(module, query, key, value, packed_rows, options), None
     queries, keys, values = (states.split(packed_rows.lengths, dim=2) for states in (query, key, value))
-    outputs = [
-        sdpa_attention_forward(module, *row, None, **options)[0] for row in zip(queries, keys, values, strict=True)
-    ]
+    outputs = [attend(*row, None) for row in zip(queries, keys, values, strict=True)]
     return torch.cat(outputs, dim=1), None
 
 
