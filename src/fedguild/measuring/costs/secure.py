@@ -33,14 +33,14 @@ def session_bytes(form: Form, clients: int, share: float = 2 / 3) -> tuple[int, 
 
 def _messages(form: Form, clients: int, share: float) -> tuple[dict[Step, Shapes], dict[Step, Shapes]]:
     byte, number, word = torch.uint8, torch.int32, torch.int64
-    near = clients - 1 if form.groups else degree_of(clients)
+    near = clients - 1 if form.is_unequal else degree_of(clients)
     held = -(-form.group_count // 8)
     sums = (word, (form.word_count,))
     signature = (byte, (SIGNATURE_BYTES,))
     everybody = (number, (clients,))
     opened: Shapes = {"clients": (number, (near + 1,)), "shares": (byte, (near + 1, SEED_BYTES))}
     levels = len(capacities(clients - fewest_left(clients, share)))
-    envelopes = (byte, (near, envelope_bytes(levels)))
+    envelopes = (byte, (near, envelope_bytes(levels, form.weight_count)))
     columns = {"keys": 3 * KEY_BYTES, "held": held, "commitments": 2 * DIGEST_BYTES, "trained": DIGEST_BYTES}
     columns["signature"] = SIGNATURE_BYTES
     requests: dict[Step, Shapes] = {

@@ -143,7 +143,7 @@ class ClientSession:
             raise UploadError("the list of clients is not the one that this client joined")
         if not self._least <= len(roster.adverts) <= fixed_point.MOST_CLIENTS:
             raise UploadError(f"{len(roster.adverts)} clients are not enough to hide among: at least {self._least} are")
-        self._roster, self._graph = roster, roster.graph(complete=bool(self.form.groups))
+        self._roster, self._graph = roster, roster.graph(complete=self.form.is_unequal)
         self._neighbours = self._graph[self.client]
         for peer in self._verified():
             key = self._registered.get(peer)
@@ -160,8 +160,10 @@ class ClientSession:
         secrets = (self._seeds[0], *self._seeds[2:], *self._level_secrets)
         shares = [split(secret, self._holders, threshold) for secret in secrets]
         self._held_shares = {self.client: [share[self.client] for share in shares]}
+        self._weighs = {self.client: fixed_point.weighed(self.form, self.numbers)}
+        bits = np.packbits(self._weighs[self.client]).tobytes()
         envelopes = [
-            seal(self._envelope_secret(self.client, peer, peer), b"".join(share[peer] for share in shares))
+            seal(self._envelope_secret(self.client, peer, peer), b"".join(share[peer] for share in shares) + bits)
             for peer in self._neighbours
         ]
         return {"clients": listed(self._neighbours), "envelopes": rows(envelopes)}
@@ -169,10 +171,15 @@ class ClientSession:
     def _check(self, request: Arrays) -> dict[str, NDArray[Any]]:
         self._shared = self._still(list_in(request, "clients"), self._roster.clients)
         senders = [peer for peer in self._neighbours if peer in self._shared]
-        envelopes = rows_in(request, "envelopes", len(senders), envelope_bytes(len(self._survived)))
+        size = envelope_bytes(len(self._survived), self.form.weight_count)
+        envelopes = rows_in(request, "envelopes", len(senders), size)
+        shares_bytes = (SECRETS + len(self._survived)) * SEED_BYTES
         for peer, content in zip(senders, envelopes, strict=True):
             with suppress(UploadError):
-                self._held_shares[peer] = parted(unseal(self._envelope_secret(peer, self.client, peer), content))
+                opened = unseal(self._envelope_secret(peer, self.client, peer), content)
+                bits = np.frombuffer(opened, np.uint8, offset=shares_bytes)
+                self._weighs[peer] = np.unpackbits(bits, count=self.form.weight_count).astype(np.bool_)
+                self._held_shares[peer] = parted(opened[:shares_bytes])
         return {"complaints": listed(set(senders) - self._held_shares.keys())}
 
     def _weigh(self, request: Arrays) -> dict[str, NDArray[Any]]:
@@ -192,6 +199,7 @@ class ClientSession:
             raise UploadError("the clients are not those whose weights were opened")
         words = array_in(request, "sums", np.uint64, (self.form.word_count,))
         sums = fixed_point.weight_sums(self.form, words)
+        self._require_true_counts(sums.counts)
         self._transcript = self._transcript_of(words)
         held = np.sum([self._holds(peer) for peer in self._weighed], axis=0)
         self._large = held >= self.session.fewest
@@ -240,6 +248,25 @@ class ClientSession:
         level = lowest_open(len(self._weighed) - len(sent), self._survived)
         return self._opened(1, self._weighed, sent, SECRETS + level)
 
+    def _require_true_counts(self, counts: NDArray[np.int64]) -> None:
+        """Checks how many clients have each weight against what they said themselves, sealed for this client.
+
+        What fewer than the threshold have a weight for would otherwise be sent as soon as the server says that more do.
+        Along a sparse graph, where all weights are everybody's, the neighbours that are left have to be enough.
+
+        Raises:
+            UploadError: the server states other counts, or not everybody's are known here.
+        """
+        known = [self._weighs[client] for client in self._weighed if client in self._weighs]
+        found = np.sum(known, axis=0)
+        wrong = found > counts
+        if self.form.is_unequal:
+            wrong = found != counts
+        elif self.form.weight_count:
+            wrong |= (found < self.session.fewest) & (counts >= self.session.fewest)
+        if bool(wrong.any()) or (self.form.is_unequal and len(known) < len(self._weighed)):
+            raise UploadError("the server states other numbers of clients with a weight than these clients themselves")
+
     def _still(self, clients: list[int], before: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the clients that are left, after checking that they are enough to hide one another."""
         left = tuple(clients)
@@ -255,9 +282,9 @@ class ClientSession:
         return left
 
     def _verified(self) -> tuple[int, ...]:
-        """Returns the peers whose signatures this client checks: all if their holdings matter, else its neighbours."""
+        """Returns the peers whose signatures this client checks: all if what they have matters, else its neighbours."""
         everybody = tuple(client for client in self._roster.clients if client != self.client)
-        return everybody if self.form.groups else self._neighbours
+        return everybody if self.form.is_unequal else self._neighbours
 
     def _opened(self, half: int, before: tuple[int, ...], left: tuple[int, ...], own: int) -> dict[str, NDArray[Any]]:
         """Returns the shares of the own masks of clients that are left, and of the exchange keys of the others.

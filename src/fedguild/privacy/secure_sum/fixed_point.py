@@ -75,6 +75,11 @@ def weight_words(form: Form, numbers: Contribution) -> Words:
     return np.concatenate([low, middle, high, np.ceil(ranges / RANGE_UNIT).astype(np.uint64)])
 
 
+def weighed(form: Form, numbers: Contribution) -> Bits:
+    """Returns [weights], which of them are above 0."""
+    return _weights(form, numbers) > 0
+
+
 def weight_sums(form: Form, words: Words) -> WeightSums:
     count = form.weight_count
     low, middle, high = (words[place * count : (place + 1) * count] for place in range(3))

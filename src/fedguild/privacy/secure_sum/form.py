@@ -130,6 +130,11 @@ class Form:
         return {key: slice(start, end) for key, start, end in zip(sorted(self.groups), ends, ends[1:], strict=False)}
 
     @property
+    def is_unequal(self) -> bool:
+        """Whether clients may differ in what they hold or have a weight for, so that each has to know it of all."""
+        return bool(self.groups) or any(mean.weight_axis is not None or mean.range for mean in self.means.values())
+
+    @property
     def group_count(self) -> int:
         """Number of all groups, that of all clients included."""
         return 1 + sum(self.groups.values())

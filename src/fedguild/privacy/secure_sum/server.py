@@ -211,7 +211,7 @@ class ServerSession:
         self._leave_out_the_odd_ones()
         self._members = self.left
         self._roster = Roster(self.session, {client: self._adverts[client] for client in self.left})
-        self._graph = self._roster.graph(complete=bool(self.form.groups))
+        self._graph = self._roster.graph(complete=self.form.is_unequal)
         self._survived = self._roster.survived()
 
     def _leave_out_the_odd_ones(self) -> None:
@@ -232,7 +232,8 @@ class ServerSession:
             peers = self._graph[client]
             if tuple(list_in(arrays, "clients")) != peers:
                 raise UploadError("it shared with others than its neighbours")
-            envelopes = rows_in(arrays, "envelopes", len(peers), envelope_bytes(len(self._survived)))
+            size = envelope_bytes(len(self._survived), self.form.weight_count)
+            envelopes = rows_in(arrays, "envelopes", len(peers), size)
             self._envelopes[client] = dict(zip(peers, envelopes, strict=True))
 
         self._read(answers, read)

@@ -5,7 +5,8 @@ rows of uint8. The steps, each a request to every client that is left and its an
 
     join    the session alone                     -> `keys` [96], `held` [groups / 8], `commitments` [64],
             `trained` [32], `signature`
-    share   `clients`, everybody's answer to join -> `clients` (its neighbours), `envelopes` [k, 64 + 16 levels]
+    share   `clients`, everybody's answer to join -> `clients` (its neighbours),
+            `envelopes` [k, 64 + 16 levels + weights / 8]
     check   `clients` (who shared), `envelopes` for it -> `complaints` (whose envelope it cannot open)
     weigh   `clients` (who is left after that)    -> `masked` uint64, its weights
     open_weights   `clients` (who weighed)        -> `clients`, `shares` [k, 16]
@@ -120,8 +121,9 @@ class Roster:
         """Returns client -> its neighbours, in the order given by the digest.
 
         Args:
-            complete: Whether all pairs mask, however many clients there are. Needed if clients hold unequal parts: two
-                neighbours of a sparse graph may hold nothing in common, which would leave one client's part unmasked.
+            complete: Whether all pairs mask, however many clients there are. Needed if clients hold unequal parts, or
+                have weights for unequal parts: two neighbours of a sparse graph may have nothing in common, which would
+                leave one client's part unmasked, and a client learns from its neighbours alone who has a weight.
         """
         degree = len(self.adverts) if complete else degree_of(len(self.adverts))
         return neighbours(self.clients, degree, self.digest())
@@ -177,9 +179,9 @@ def fewest_left(clients: int, share: float) -> int:
     return max(FEWEST_CLIENTS, threshold_of(clients, share))
 
 
-def envelope_bytes(levels: int) -> int:
-    """Returns the size of an envelope with the shares of all secrets of a client."""
-    return (SECRETS + levels) * SEED_BYTES + TAG_BYTES
+def envelope_bytes(levels: int, weights: int) -> int:
+    """Returns the size of an envelope with the shares of all secrets of a client, and with a bit for each weight."""
+    return (SECRETS + levels) * SEED_BYTES + -(-weights // 8) + TAG_BYTES
 
 
 def own_mask(client: int, half: str) -> bytes:
