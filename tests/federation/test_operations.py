@@ -231,7 +231,7 @@ def test_ctrl_c_asks_the_run_to_stop_and_a_second_one_does_not_wait(guild: Guild
         operations._follow(run, guild.said.append, guild.state)
 
     guild.state.mkdir(exist_ok=True)
-    follow("Round 1.\n", KeyboardInterrupt, "Stopped.\n")
+    follow("\x1b[92mRound 1.\x1b[0m\n", KeyboardInterrupt, "Stopped.\n")
     assert stop_is_requested(guild.state)
     assert [guild.said[0], guild.said[-1]] == ["Round 1.", "Stopped."]
     with pytest.raises(KeyboardInterrupt):

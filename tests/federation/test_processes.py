@@ -52,6 +52,15 @@ def test_an_end_takes_the_childs_children_along(tmp_path: Path) -> None:
     assert started.exit_status() is not None
 
 
+def test_the_end_of_a_log_is_shown_without_colours(tmp_path: Path) -> None:
+    coloured = child("print('\\x1b[92mINFO \\x1b[0m: up')", tmp_path)
+    coloured.start()
+    while coloured.exit_status() is None:
+        time.sleep(0.01)
+    assert "\x1b[92m" in coloured.log.read_text()
+    assert coloured.log_tail() == "\n  INFO : up"
+
+
 def test_what_is_killed_is_started_again_and_ctrl_c_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "WATCH_SECONDS", 0.02)
     started, lines, pids = child(SLEEPS, tmp_path), [], []

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import unicodedata
 
 LONGEST = 1000
 """Characters of a peer's text that are shown."""
 _HIDDEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that move the cursor, change the direction of writing, or cannot be encoded."""
+
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+
+def without_colour(text: str) -> str:
+    """Returns a program's output without the escape sequences that colour it on a terminal."""
+    return _COLOUR.sub("", text)
 
 
 def is_plain(text: str) -> bool:

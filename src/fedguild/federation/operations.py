@@ -18,6 +18,7 @@ from fedguild.core.errors import FedGuildError
 from fedguild.core.files import make_folder, write_json
 from fedguild.core.layout import CHECKPOINTS, CONFIG, MEMBERS, OUTCOMES, REGISTERED, RUN
 from fedguild.core.locking import holder
+from fedguild.core.text import without_colour
 from fedguild.federation import commands
 from fedguild.federation.audit import AuditLog
 from fedguild.federation.checks import is_loopback, require_none, server_faults, site_faults
@@ -325,7 +326,7 @@ def _follow(run: subprocess.Popen[str], echo: Echo, state: Path) -> None:
     while True:
         try:
             for line in run.stdout:
-                echo(line.rstrip())
+                echo(without_colour(line.rstrip()))
             return
         except KeyboardInterrupt:
             if asked:
