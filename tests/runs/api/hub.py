@@ -27,4 +27,6 @@ class Hub:
 
     def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
         paths = sorted(Path(folder_path).iterdir())
-        self.files = {path.name: path.read_text() if path.suffix in (".md", ".json") else "" for path in paths}
+        self.files = {
+            path.name: path.read_text("utf-8" if path.suffix in (".md", ".json") else "latin-1") for path in paths
+        }

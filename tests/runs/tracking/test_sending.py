@@ -67,6 +67,18 @@ def expected(source: Path, last: int, **options: bool) -> Series:
     return series
 
 
+def test_no_tracker_learns_where_a_file_is(tmp_path: Path, source: Path) -> None:
+    own = ["/home/alice/trial/patients.json", "~/more/*.json", "relative/own.json"]
+    config = config_of(["memory"], "model.path=/home/alice/models/olmoe", f"data.train={own}")
+    play(tmp_path / "run", source, config, 1, 1)
+    (run,) = Memory.seen
+    assert (run.settings["model"]["path"], run.settings["data"]["train"]) == (
+        "olmoe",
+        ["patients.json", "*.json", "relative/own.json"],
+    )
+    assert "alice" not in str(run.settings)
+
+
 def test_all_rounds_arrive_with_round_0_and_the_settings(tmp_path: Path, source: Path) -> None:
     config = config_of(["memory"], "seed=7", "tracking.tags=[a, b]", "tracking.group=g", "output=somewhere")
     play(tmp_path / "run", source, config, 1, 4)

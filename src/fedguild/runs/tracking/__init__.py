@@ -28,7 +28,7 @@ class TrackedRun:
         name: The run's name.
         group: Label shared by the runs that belong together; empty for a single run.
         tags: The run's tags.
-        settings: The config, without its folder.
+        settings: The config, without its folder, and of other paths of this machine the last name alone.
         id: The tracker's own id of the run, to continue it; empty for a new run.
         round: The last round whose values the tracker got; -1 for a new run.
     """

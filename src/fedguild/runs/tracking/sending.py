@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from fedguild.config import Config
 from fedguild.core.errors import in_one_line
@@ -30,6 +30,17 @@ LONGEST_WAIT_SECONDS = 60.0
 """How long the end of a run waits for all its trackers together to take what they were sent."""
 
 Values = Mapping[str, float]
+
+
+def without_folders(settings: Any) -> Any:
+    """Returns settings in which every path of this machine is the name of its file or folder alone."""
+    if isinstance(settings, Mapping):
+        return {key: without_folders(value) for key, value in settings.items()}
+    if isinstance(settings, Sequence) and not isinstance(settings, str):
+        return [without_folders(value) for value in settings]
+    if isinstance(settings, str) and (settings.startswith("~") or Path(settings).is_absolute()):
+        return Path(settings).name
+    return settings
 
 
 class Tracking:
@@ -84,7 +95,7 @@ class Tracking:
         """Starts the trackers and sends them the values up to `round` that they lack."""
         self._begun = True
         settings, ledger = self._config.tracking, _Ledger(folder / TRACKING)
-        described = self._config.model_dump(mode="json", exclude={"output", "tracking"})
+        described = without_folders(self._config.model_dump(mode="json", exclude={"output", "tracking"}))
         run = TrackedRun(
             folder=folder,
             project=settings.project,
