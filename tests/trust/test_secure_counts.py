@@ -1,4 +1,4 @@
-"""A server that states false counts of weights in a secure aggregation, to be sent what single clients trained."""
+"""False counts and ranges in a secure aggregation, and clients in league with the server at the threshold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedguild.privacy.secure_sum.form import Contribution, Form, LinearMean
 from fedguild.privacy.secure_sum.server import ServerSession
 from fedguild.privacy.secure_sum.sizes import SEED_BYTES, TAG_BYTES
 from tests.privacy.secure_sum import federation
-from tests.privacy.secure_sum.federation import EQUAL, Federation, contributions
+from tests.privacy.secure_sum.federation import EQUAL, Federation, contributions, session_of
 
 REFUSED = "the server states other numbers of clients with a weight"
 VICTIM, EXPERT = 4, 1
@@ -113,3 +113,41 @@ def test_unequal_weights_need_everybody_and_one_weight_the_neighbours(monkeypatc
         numbers[index].weights["w"][:] = 0
     with pytest.raises(QuorumError, match=REFUSED):
         lied_to(monkeypatch, numbers, one).run()
+
+
+class Stretching(ServerSession):
+    """Says that all ranges are a thousandth of what they are, so that the words of the values wrap around."""
+
+    def _weights_opened(self, answers: Mapping[int, Any]) -> None:
+        super()._weights_opened(answers)
+        ranges = self._words[3 * self.form.weight_count :]
+        ranges //= np.uint64(1000)
+        self._sums = fixed_point.weight_sums(self.form, self._words)
+
+
+def test_false_ranges_open_nothing_but_the_sum_of_all_modulo_its_words(monkeypatch):
+    """The mean is ruined, which a server can do anyway; no client's values are in it by themselves."""
+    numbers = contributions(7)
+    monkeypatch.setattr(federation, "ServerSession", Stretching)
+    attacked = Federation(numbers)
+    attacked.run()
+    sums = attacked.server._sums
+    words = [fixed_point.value_words(EQUAL, own, sums, len(numbers), 3)[0] for own in numbers.values()]
+    assert attacked.server._values.tolist() == np.sum(words, axis=0, dtype=np.uint32).tolist()
+
+
+@pytest.mark.parametrize(("fewest", "is_open"), [(3, True), (4, False)])
+def test_a_client_hides_among_the_fewest_less_those_in_league_with_the_server(fewest, is_open):
+    """Two that send zeros for the victim's expert: with secure_clients 3 it stands alone, with 4 nothing is sent."""
+    numbers, league = contributions(7), (5, 6)
+    for index, own in numbers.items():
+        own.weights["experts"][EXPERT] *= index == VICTIM or index in league
+        own.values["experts"][EXPERT] *= index not in league
+    attacked = Federation(numbers, session=session_of(EQUAL, fewest=fewest))
+    means = attacked.run()
+    assert means.known["experts"][EXPERT].all() == means.known["experts"][EXPERT].any() == is_open
+    if is_open:
+        total = means.weights["experts"][EXPERT]
+        own = total - sum(numbers[index].weights["experts"][EXPERT] for index in league)
+        found = means.values["experts"][EXPERT] * total / own
+        np.testing.assert_allclose(found, numbers[VICTIM].values["experts"][EXPERT], atol=1e-5)
