@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fedguild.core.errors import ModelError
-from fedguild.export.adapter import obstacle, write_adapter
+from fedguild.export.adapter import WEIGHTS_FILE, factors_from_peft, obstacle, write_adapter
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
@@ -47,6 +48,9 @@ def test_peft_gives_our_logits(family: str, targets: tuple[str, ...], base_folde
     backbone = backbone_of(base)
     deployment = deployment_of(backbone, AdapterPlan((Lora(3, 0.7, targets),)))
     write_adapter(tmp_path, backbone.info, deployment, base=str(base))
+    again = factors_from_peft(backbone.info, deployment.plan, load_file(tmp_path / WEIGHTS_FILE))
+    assert again.keys() == deployment.tensors.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in deployment.tensors.items())
     ours = slot_logits(backbone, deployment)
     assert_same_logits(plain_logits(loaded_by_peft(base, tmp_path)), ours)
     change = (plain_logits(AutoModelForCausalLM.from_pretrained(base)) - ours).abs().max()

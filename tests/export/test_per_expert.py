@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from fedguild.core.errors import ModelError
 from fedguild.export.adapter import peft_tensors
-from fedguild.export.per_expert import published_names, write_per_expert
+from fedguild.export.per_expert import factors_from_experts, published_names, write_per_expert
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
@@ -76,6 +76,9 @@ def _names(three: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_form_is_the_other_bit_for_bit(family: str, base_folder: BaseFolder, tmp_path: Path) -> None:
     backbone, deployment, ours, _ = exported(family, base_folder(family), tmp_path)
+    back = factors_from_experts(backbone, deployment.plan, ours)
+    assert back.keys() == deployment.tensors.keys()
+    assert all(torch.equal(back[name], tensor) for name, tensor in deployment.tensors.items())
     fused = peft_tensors(backbone.info, deployment)
     three = THREE.get(family, THREE["olmoe"])
     for moe in backbone.info.moe:

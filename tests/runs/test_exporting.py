@@ -12,9 +12,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fedguild.config import Config
 from fedguild.core.errors import CheckpointError, ConfigError, FedGuildError, ModelError
+from fedguild.export.manifest import Form
 from fedguild.runs import experiment
 from fedguild.runs import exporting as run
-from fedguild.runs.exporting import Form, Subject, export
+from fedguild.runs.exporting import Subject, export
 from fedguild.server.method import Deployment, client_model
 from tests.backbones import tiny_model
 from tests.export.conftest import BUDGETS, assert_same_logits, plain_logits, slot_logits
@@ -97,12 +98,21 @@ def test_an_adapter_by_the_words_of_its_card(runs: dict[str, Path], tmp_path: Pa
     exported = export(runs["ranks"], Subject("large"), tmp_path / "adapter")
     assert (exported.format, exported.reason) == ("peft", "")
     names = {path.name for path in exported.folder.iterdir()}
-    assert names == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    assert names == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "README.md",
+        "fedguild.json",
+        "base",
+        *tokenizer,
+    }
     card = (exported.folder / "README.md").read_text()
     base = experiment.restore(runs["ranks"])[0].config.model.path
-    assert f"`base_folder` is that of the base model, {Path(base).name}." in card
-    assert not any(str(Path(base).parent).encode() in path.read_bytes() for path in exported.folder.iterdir())
-    loaded = {"folder": str(exported.folder), "base_folder": base}
+    assert (exported.folder / "base").resolve() == Path(base)
+    files = [path for path in exported.folder.iterdir() if path.is_file()]
+    assert not any(str(Path(base).parent).encode() in path.read_bytes() for path in files)
+    loaded = {"folder": str(exported.folder)}
     exec(code_of(card), loaded)
     assert_same_logits(plain_logits(loaded["model"]), ours(runs["ranks"], "large", active=4))
     for fact in (
@@ -176,7 +186,7 @@ def test_a_clients_own_adapter(runs: dict[str, Path], tmp_path: Path) -> None:
     card = (exported.folder / "README.md").read_text()
     assert "# personal, client-000" in card
     assert "| client | client-000 |" in card
-    loaded = {"folder": str(exported.folder), "base_folder": experiment.restore(runs["personal"])[0].config.model.path}
+    loaded = {"folder": str(exported.folder)}
     exec(code_of(card), loaded)
     found = plain_logits(loaded["model"])
     assert_same_logits(found, own(runs["personal"], "client-000", active=4))

@@ -17,6 +17,7 @@ EXAMPLES = (
     "fedguild export runs/fedit-tiny-tasks --budget b1 --output adapter --format per-expert",
     "fedguild export runs/flame-tiny-tasks --budget b4 --output model --format merged",
     "fedguild export runs/fdlora-tiny-tasks --client client-000 --output mine",
+    "fedguild export union/client-000/work/models/latest --output served --format merged",
 )
 
 
@@ -36,11 +37,12 @@ def command(
         ),
     ] = "",
     format: Annotated[
-        Literal["peft", "per-expert", "merged", "code"],
+        Literal["peft", "per-expert", "merged", "code", "gguf"],
         typer.Option(
             "--format",
             help="peft: an adapter for peft and transformers; per-expert: one for vLLM and SGLang; merged: a whole "
-            "checkpoint; code: a checkpoint with the method's own modelling code.",
+            "checkpoint; code: a checkpoint with the method's own modelling code; gguf: one file, by llama.cpp's "
+            "converter.",
         ),
     ] = "peft",
     merged: Annotated[bool, typer.Option("--merged", help="The same as --format merged.")] = False,
@@ -48,12 +50,14 @@ def command(
 ) -> None:
     """Write a run's model for a budget, or a client's own, in a form that other programs load.
 
+    FOLDER may also be an exported model, such as a site's work/models/latest, which is written in another form.
+
     A merged checkpoint has the budget's active experts in its config. Where an adapter alone
     cannot carry the model (FLAME's output scale, fewer active experts, experts trained in full), the
     merged form is written, and where the method acts beside the weights (UB-SMoE, FedAMoLE, PFL-MoE) a checkpoint with
     modelling code of its own.
     """
-    if merged and format in ("per-expert", "code"):
+    if merged and format in ("per-expert", "code", "gguf"):
         raise ConfigError(f"--merged and --format {format} contradict each other.", "Give one of the two.")
     exported = fedguild.export_model(
         folder, output, budget or None, client or None, format="merged" if merged else format, round=round

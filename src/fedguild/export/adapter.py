@@ -10,9 +10,11 @@ scale. Source: peft 0.21, `tuners/lora/layer.py`, `ParamWrapper.get_delta_factor
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -26,6 +28,8 @@ from fedguild.export.weights import (
     is_dense,
     merged_beyond,
     output_scales,
+    own_factors,
+    parted_factors,
     published_factors,
     published_modules,
     stacked_factors,
@@ -33,7 +37,7 @@ from fedguild.export.weights import (
 )
 from fedguild.model.families import FAMILIES
 from fedguild.model.info import ModelInfo
-from fedguild.model.plan import AdapterPlan
+from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.server.method import Deployment
 
 CONFIG_FILE = "adapter_config.json"
@@ -145,6 +149,39 @@ def peft_tensors(model: ModelInfo, deployment: Deployment) -> dict[str, Tensor]:
             tensors[f"{PREFIX}{where}.lora_A.weight"] = own_down.float().cpu().contiguous()
             tensors[f"{PREFIX}{where}.lora_B.weight"] = own_up.float().cpu().contiguous()
     return tensors
+
+
+def factors_from_peft(model: ModelInfo, plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns an adapter's factors by FedGuild's names from the content of its file; the inverse of `peft_tensors`.
+
+    Raises:
+        ModelError: a tensor is missing.
+    """
+
+    def pair(where: str) -> tuple[Tensor, Tensor]:
+        return found(tensors, f"{PREFIX}{where}.lora_A.weight"), found(tensors, f"{PREFIX}{where}.lora_B.weight")
+
+    factors: dict[str, Tensor] = {}
+    shapes = adapter_shapes(model, plan)
+    for weight, modules in adapted_weights(model, plan).items():
+        experts = shapes[f"{modules[0]}.lora_A"][0] if len(shapes[f"{modules[0]}.lora_A"]) == 3 else 0
+        if not _is_parameter(model, weight):
+            pairs = [pair(module) for module in _modules(model, weight)]
+            down, up = (torch.stack(each) if experts else each[0] for each in zip(*pairs, strict=True))
+        else:
+            down, up = pair(_wrapper(weight))
+            if experts:
+                down, up = down.unflatten(0, (experts, -1)), up.unflatten(1, (-1, experts)).permute(2, 0, 1)
+                down, up = own_factors(model, weight, down, up)
+        factors |= parted_factors(modules, down, up)
+    return factors
+
+
+def found(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    """Returns a tensor of an adapter's file; raises ModelError if it is missing."""
+    if name not in tensors:
+        raise ModelError(f"{WEIGHTS_FILE} lacks '{name}'.", "Export the model again.")
+    return tensors[name]
 
 
 def _modules(model: ModelInfo, weight: str) -> list[str]:

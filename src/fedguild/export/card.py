@@ -12,8 +12,6 @@ from fedguild.model.info import ModelInfo
 from fedguild.server.method import Deployment
 
 FILE = "README.md"
-BASE_FOLDER = "base_folder"
-"""What a card's code calls the base model's folder, where that is neither on the hub nor in the exported folder."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +96,12 @@ def merged_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str
     return _card("transformers", "A language model with a LoRA adapter merged in", origin, facts, load)
 
 
+def gguf_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
+    facts = _facts(origin, model, deployment)
+    load = ("from llama_cpp import Llama", 'model = Llama(folder + "/model.gguf")')
+    return _card("gguf", "A language model with a LoRA adapter merged in", origin, facts, load)
+
+
 def _auto_class(model: ModelInfo) -> str:
     return "AutoModelForSeq2SeqLM" if model.seq2seq else "AutoModelForCausalLM"
 
@@ -138,7 +142,6 @@ def _card(
         what=what,
         version=__version__,
         rows=rows,
-        where="" if origin.base_code != BASE_FOLDER else f" `{BASE_FOLDER}` is that of the base model, {origin.base}.",
         load="\n".join(load),
         remark=remark,
     )
@@ -172,7 +175,7 @@ tags: [federated-learning, lora, fedguild]
 
 ## How to load it
 
-`folder` is the path of this folder.{where}
+`folder` is the path of this folder.
 
 ```python
 {load}

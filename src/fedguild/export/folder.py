@@ -27,6 +27,8 @@ def require_new(path: Path) -> None:
 def new_folder(path: Path) -> Iterator[Path]:
     """Yields a temporary folder in the same place as `path`; on success it is renamed to `path`, else removed.
 
+    Its files have the permissions that this process gives new files.
+
     Raises:
         FedGuildError: `path` exists and is not empty, or cannot be written (disk full, no permission).
     """
@@ -39,7 +41,7 @@ def new_folder(path: Path) -> Iterator[Path]:
         temporary = Path(tempfile.mkdtemp(prefix=prefix, suffix=".part", dir=path.parent))
         mode = _mode_of_new_folders(temporary)
         yield temporary
-        temporary.chmod(mode)
+        _give_modes(temporary, mode)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
         raise FedGuildError(
@@ -58,6 +60,13 @@ def _remove_leftovers(folder: Path) -> None:
         found = mine.fullmatch(path.name)
         if found and not psutil.pid_exists(int(found[1])):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _give_modes(folder: Path, mode: int) -> None:
+    """Gives a folder and all in it the permissions of new ones, whatever wrote them; links are left as they are."""
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            path.chmod(mode if path.is_dir() else mode & 0o666)
 
 
 def _mode_of_new_folders(folder: Path) -> int:

@@ -15,6 +15,7 @@ Sources of the rules, read in November 2026:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from fedguild.core.errors import ModelError
 from fedguild.core.files import write_json
-from fedguild.export.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE, require_carried
+from fedguild.export.adapter import CONFIG_FILE, PREFIX, WEIGHTS_FILE, found, require_carried
 from fedguild.export.weights import adapted_weights, in_one_adapter, published_modules
 from fedguild.model.backbone import Backbone
+from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.server.method import Deployment
 
 
@@ -69,6 +71,24 @@ def per_expert_tensors(backbone: Backbone, deployment: Deployment) -> dict[str, 
                 tensors[f"{PREFIX}{where}.lora_A.weight"] = own_down.float().cpu().contiguous()
                 tensors[f"{PREFIX}{where}.lora_B.weight"] = own_up.float().cpu().contiguous()
     return tensors
+
+
+def factors_from_experts(backbone: Backbone, plan: AdapterPlan, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns an adapter's factors by FedGuild's names from the content of its file.
+
+    Raises:
+        ModelError: a tensor is missing.
+    """
+    factors: dict[str, Tensor] = {}
+    shapes = adapter_shapes(backbone.info, plan)
+    for weight, modules in adapted_weights(backbone.info, plan).items():
+        shape = shapes[f"{modules[0]}.lora_A"]
+        names = published_names(backbone, weight, len(modules), shape[0] if len(shape) == 3 else 0)
+        for part, module in enumerate(modules):
+            for leaf in ("lora_A", "lora_B"):
+                each = [found(tensors, f"{PREFIX}{where[part]}.{leaf}.weight") for where in names]
+                factors[f"{module}.{leaf}"] = torch.stack(each) if len(shape) == 3 else each[0]
+    return factors
 
 
 def per_expert_config(

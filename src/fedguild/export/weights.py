@@ -13,7 +13,7 @@ from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.families import FAMILIES
 from fedguild.model.folding import CHANGE
 from fedguild.model.info import ModelInfo, MoeInfo
-from fedguild.model.moe.layout import published
+from fedguild.model.moe.layout import canonical, published
 from fedguild.model.plan import AdapterPlan, adapter_shapes
 from fedguild.model.weight_changes import Factors, changes, weight_modules
 from fedguild.server.aggregation import pad_rank
@@ -59,6 +59,16 @@ def published_factors(model: ModelInfo, weight: str, down: Tensor, up: Tensor) -
         return down, up
     up = published(up, leaf, replace(moe.layout, transposed=False))
     return (up.mT, down.mT) if moe.layout.transposed and not moe.layout.declared else (down, up)
+
+
+def own_factors(model: ModelInfo, weight: str, down: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns A [M, r, in] and B [M, out, r] of stacked experts from peft's; the inverse of `published_factors`."""
+    moe, leaf = _experts_with(model, weight)
+    if moe is None:
+        return down, up
+    if moe.layout.transposed and not moe.layout.declared:
+        down, up = up.mT, down.mT
+    return down, canonical(up, leaf, replace(moe.layout, transposed=False))
 
 
 def _experts_with(model: ModelInfo, weight: str) -> tuple[MoeInfo | None, str]:
@@ -155,6 +165,17 @@ def stacked_factors(tensors: Mapping[str, Tensor], modules: Sequence[str]) -> tu
     for index, block in enumerate(ups):
         up[..., index * outputs : (index + 1) * outputs, index * rank : (index + 1) * rank] = block
     return torch.cat(downs, dim=-2), up
+
+
+def parted_factors(modules: Sequence[str], down: Tensor, up: Tensor) -> dict[str, Tensor]:
+    """Returns the LoRA of n modules whose outputs are stacked; the inverse of `stacked_factors`."""
+    rank, outputs = down.shape[-2] // len(modules), up.shape[-2] // len(modules)
+    tensors = {}
+    for index, module in enumerate(modules):
+        ranks = slice(index * rank, (index + 1) * rank)
+        tensors[f"{module}.{DOWN}"] = down[..., ranks, :].contiguous()
+        tensors[f"{module}.{UP}"] = up[..., index * outputs : (index + 1) * outputs, ranks].contiguous()
+    return tensors
 
 
 def output_scales(model: ModelInfo, deployment: Deployment) -> dict[str, float]:

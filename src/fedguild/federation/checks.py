@@ -19,6 +19,7 @@ from fedguild.config import load_config
 from fedguild.core.errors import ConfigError, DataError, FedGuildError
 from fedguild.core.plugins import installed
 from fedguild.data.corpora.source import locate
+from fedguild.export.gguf import require_converter
 from fedguild.federation.site import SITE_FILE, ServerSettings, SiteSettings
 
 FLWR = ("1.41", "1.42")
@@ -122,6 +123,11 @@ def site_faults(folder: Path, site: SiteSettings) -> Iterator[Fault]:
     """Yields faults of a client's folder and machine, and of the connection to the server."""
     yield from version_faults()
     yield from data_faults(folder, site)
+    if site.model_format == "gguf":
+        try:
+            require_converter()
+        except FedGuildError as error:
+            yield Fault(f"model_format in site.yaml is gguf. {error.message}", error.hint)
     key, authority = folder / site.key, folder / site.ca_certificate
     if site.accept.secure and not any((folder / site.peers).glob("client-*.pub")):
         yield Fault(

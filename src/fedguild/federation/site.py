@@ -221,6 +221,12 @@ class SiteSettings(Section):
         default=None,
         description="Name of the run's budget that this site can afford; null: the one that the run assigns.",
     )
+    model_format: Literal["peft", "per-expert", "merged", "gguf"] = Field(
+        default="peft",
+        description="Form in which this site takes its model home: peft: an adapter for peft and transformers; "
+        "per-expert: one for vLLM and SGLang; merged: a whole checkpoint; gguf: one file for llama.cpp, which needs "
+        "its converter. `fedguild export` makes the others from it.",
+    )
     model: ModelSettings = Field(
         default_factory=ModelSettings, description="The frozen backbone, as stored at this site."
     )

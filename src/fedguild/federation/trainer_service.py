@@ -39,6 +39,7 @@ from fedguild.data.rendering import set_chat_template
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.local import LocalEngine
 from fedguild.engines.private import PrivateAnswers
+from fedguild.export.gguf import require_converter
 from fedguild.federation.exposure import Exposure, exposure
 from fedguild.federation.flower.engine import read_payload
 from fedguild.federation.flower.message import Message
@@ -195,7 +196,13 @@ class TrainerService:
         return self.policy.secure or bool(isinstance(federation, dict) and federation.get("secure"))
 
     def prepare(self) -> None:
-        """Reads the data and loads the backbone, once."""
+        """Reads the data and loads the backbone, once.
+
+        Raises:
+            FedGuildError: they have a fault, or the site takes its model home as GGUF and has no converter.
+        """
+        if self.site.model_format == "gguf":
+            require_converter()
         self._client_data()
         self._load_once(self._data_config())
 
@@ -338,7 +345,7 @@ class TrainerService:
             return message.reply(metadata={"folder": folder.name, "form": "already there"})
         state = _state(message)
         check_received(state, session.needed, "the model's state")
-        exported = export_own(experiment, state, message.round, folder)
+        exported = export_own(experiment, state, message.round, folder, self.site.model_format)
         _relink(folder.with_name(LATEST), folder.name)
         return message.reply(metadata={"folder": folder.name, "form": exported.format, "reason": exported.reason})
 

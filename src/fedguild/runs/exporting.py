@@ -2,44 +2,59 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from safetensors.torch import load_file
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config, load_saved
+from fedguild.config.schema import ModelSettings
 from fedguild.core.errors import ConfigError, ModelError, nearest
-from fedguild.core.files import write_text
+from fedguild.core.files import write_json, write_text
 from fedguild.core.layout import CONFIG, client_name
 from fedguild.core.payload import Payload
-from fedguild.export.adapter import obstacle, write_adapter
-from fedguild.export.card import BASE_FOLDER, FILE, Origin, adapter_card, code_card, merged_card, per_expert_card
+from fedguild.export.adapter import WEIGHTS_FILE, factors_from_peft, obstacle, write_adapter
+from fedguild.export.card import FILE, Origin, adapter_card, code_card, gguf_card, merged_card, per_expert_card
 from fedguild.export.code import standalone_of, write_code
 from fedguild.export.folder import new_folder, require_new
+from fedguild.export.gguf import FILE as GGUF
+from fedguild.export.gguf import require_converter, write_gguf
 from fedguild.export.live import attached
+from fedguild.export.manifest import (
+    BASE,
+    MANIFEST,
+    BaseModelOf,
+    Form,
+    Manifest,
+    digest_of_base,
+    read_manifest,
+    write_manifest,
+)
 from fedguild.export.merged import require_mergeable, write_merged
-from fedguild.export.per_expert import write_per_expert
+from fedguild.export.per_expert import factors_from_experts, write_per_expert
 from fedguild.export.weights import beyond_weights, in_one_adapter
 from fedguild.measuring.log.folder import load_run
+from fedguild.model.backbone import Backbone, load_backbone
 from fedguild.model.packaged import PACKAGED, packaged
-from fedguild.model.pretrained import is_gguf
+from fedguild.model.pretrained import is_gguf, load_tokenizer
 from fedguild.runs.experiment import restore
 from fedguild.runs.scoring import evaluated_plan
 from fedguild.runs.setup import Experiment
 from fedguild.server.method import Deployment, client_model
 from fedguild.server.optimizer import own_state
 
-BASE = "base"
-"""Subfolder of an adapter's folder for the base model, if that is not on the hub."""
-
-
-Form = Literal["peft", "per-expert", "merged", "code"]
 AUDIENCES: dict[Form, str] = {
-    "peft": "For peft and transformers. For vLLM or SGLang export --format per-expert: fused experts are not theirs.",
+    "peft": "For peft and transformers. vLLM and SGLang do not take fused experts: `fedguild export` makes the form "
+    "per-expert for them, also from this folder.",
     "per-expert": "For vLLM and SGLang, which load an adapter beside the base model. For peft export --format peft.",
     "merged": "For anything that loads a Hugging Face checkpoint: transformers, vLLM, SGLang, llama.cpp's converter.",
     "code": "For transformers, with trust_remote_code=True: the method's own code comes with the weights.",
+    "gguf": "For llama.cpp and what is built on it.",
 }
 
 
@@ -106,6 +121,7 @@ def export(
     (`code`) is written. `reason` then says why.
 
     Args:
+        run_folder: A run's folder, or a folder that was exported or that a site took home.
         subject: The model to export; None for the global one at the largest budget.
         output: The folder to write; new or empty.
         round: The round to take the model from; the last by default.
@@ -113,12 +129,27 @@ def export(
     Raises:
         CheckpointError: there is no such run, or no checkpoint of that round.
         ConfigError: the budget or the client is unknown, or there is no global model.
-        ModelError: no form holds what the method trains, or the merged form is needed, but the backbone is in 4 bit.
+        ModelError: no form holds what the method trains, or the merged form is needed, but the backbone is in 4 bit; or
+            there is no converter to GGUF.
         FedGuildError: the output folder is not empty, or cannot be written.
     """
     require_new(output)
+    if format == "gguf":
+        require_converter()
+    if (run_folder / MANIFEST).is_file():
+        _require_whole(run_folder, subject, round)
+        return _converted(run_folder, output, format)
     experiment, state, number, subject = _restored(run_folder, subject, round)
-    return _write(experiment, *_chosen(experiment, state, number, subject), output, format)
+    return _write(_source(experiment, *_chosen(experiment, state, number, subject)), output, format)
+
+
+def _require_whole(folder: Path, subject: Subject | None, round: int | None) -> None:
+    """Raises ConfigError if a part of an exported folder is asked for, which holds one model."""
+    if subject is not None or round is not None:
+        raise ConfigError(
+            f"{folder} is an exported model, not a run: it has one budget or client, and one round.",
+            "Leave --budget, --client and --round out, or give the run's folder.",
+        )
 
 
 def load_attached(run_folder: Path, subject: Subject | None = None, round: int | None = None) -> tuple[Any, Experiment]:
@@ -138,7 +169,7 @@ def load_attached(run_folder: Path, subject: Subject | None = None, round: int |
     return attached(experiment.backbone, deployment), experiment
 
 
-def export_own(experiment: Experiment, excerpt: Payload, number: int, output: Path) -> Exported:
+def export_own(experiment: Experiment, excerpt: Payload, number: int, output: Path, format: Form = "peft") -> Exported:
     """Writes the own model of an experiment's only client, as `export` does.
 
     Args:
@@ -146,52 +177,136 @@ def export_own(experiment: Experiment, excerpt: Payload, number: int, output: Pa
         output: The folder to write; new or empty.
 
     Raises:
-        ModelError: no form holds what the method trains.
+        ModelError: no form holds what the method trains, or there is no converter to GGUF.
         FedGuildError: the output folder is not empty, or cannot be written.
     """
     require_new(output)
     subject = Subject(client=experiment.clients[0].name)
-    return _write(experiment, *_chosen(experiment, excerpt, number, subject), output, "peft")
+    return _write(_source(experiment, *_chosen(experiment, excerpt, number, subject)), output, format)
 
 
-def _write(experiment: Experiment, deployment: Deployment, origin: Origin, output: Path, format: Form) -> Exported:
-    written, reason = _possible(experiment, deployment, format)
-    backbone, settings = experiment.backbone, experiment.config.model
-    model = backbone.info
-    if written not in ("peft", "per-expert"):
+@dataclass(frozen=True)
+class _Source:
+    """A model that can be written.
+
+    Attributes:
+        path: The base model's `model.path`; its folder, if it is in an exported one.
+        method: The name of the method.
+        copied: Whether the base model goes along as a copy, and not as a link.
+    """
+
+    backbone: Backbone
+    path: str
+    revision: str | None
+    deployment: Deployment
+    origin: Origin
+    method: str
+    copied: bool = False
+
+
+def _source(experiment: Experiment, deployment: Deployment, origin: Origin) -> _Source:
+    model = experiment.config.model
+    path, copied = (str(packaged(model.path)), True) if model.path in PACKAGED else (model.path, False)
+    return _Source(experiment.backbone, path, model.revision, deployment, origin, experiment.method.name, copied)
+
+
+def _write(source: _Source, output: Path, format: Form) -> Exported:
+    written, reason = _possible(source, format)
+    backbone, deployment, origin = source.backbone, source.deployment, source.origin
+    model, adapter = backbone.info, written in ("peft", "per-expert")
+    if not adapter:
         require_mergeable(backbone)
     with new_folder(output) as folder:
+        base = _base(source, folder, output) if adapter else origin.base
         if written == "merged":
             write_merged(folder, backbone, deployment)
             card = merged_card(origin, model, deployment)
+        elif written == "gguf":
+            with tempfile.TemporaryDirectory(dir=folder) as merged:
+                write_merged(Path(merged), backbone, deployment)
+                write_gguf(Path(merged), folder / GGUF)
+            card = gguf_card(origin, model, deployment)
         elif written == "code":
             write_code(folder, backbone, deployment)
             card = code_card(origin, model, deployment)
         else:
-            deployment, base = in_one_adapter(deployment), _base(settings.path, folder)
+            deployment = in_one_adapter(deployment)
             if written == "peft":
-                write_adapter(folder, model, deployment, base=base, revision=settings.revision)
+                write_adapter(folder, model, deployment, base=base, revision=source.revision)
                 card = adapter_card(origin, model, deployment)
             else:
-                write_per_expert(folder, backbone, deployment, base=base, revision=settings.revision)
+                write_per_expert(folder, backbone, deployment, base=base, revision=source.revision)
                 card = per_expert_card(origin, model, deployment)
-        if written in ("peft", "per-expert") and backbone.tokenizer.chat_template:
+        if backbone.tokenizer is not None:
             backbone.tokenizer.save_pretrained(folder)  # with the template that the adapter was trained with
+        described = BaseModelOf(
+            model=base,
+            revision=source.revision,
+            sha256=digest_of_base(source.path, source.revision),
+            dtype=str(backbone.dtype).removeprefix("torch."),
+        )
+        write_manifest(folder, written, described, deployment.plan, origin)
         write_text(folder / FILE, card + f"\n{AUDIENCES[written]}\n")
     return Exported(output, written, reason)
 
 
-def _possible(experiment: Experiment, deployment: Deployment, format: Form) -> tuple[Form, str]:
+def _converted(folder: Path, output: Path, format: Form) -> Exported:
+    """Writes an exported adapter in another form, or an exported checkpoint as GGUF.
+
+    Raises:
+        ModelError: the folder is not complete, its base model is not the one that it was trained on, or the form cannot
+            be made from it.
+    """
+    manifest = read_manifest(folder)
+    if manifest.lora is None:
+        return _checkpoint_as_gguf(folder, manifest, output, format)
+    base = manifest.base
+    path = os.path.realpath(folder / BASE) if base.model == BASE else base.model
+    if (known := digest_of_base(path, base.revision)) and base.sha256 and known != base.sha256:
+        raise ModelError(
+            f"The base model of {folder}, {path}, is not the one that it adapts: their hashes differ ({MANIFEST}).",
+            f"Put that model there; it was {manifest.origin['base']}.",
+        )
+    backbone = load_backbone(**ModelSettings(path=path, revision=base.revision, dtype=base.dtype).model_dump())  # type: ignore[arg-type]
+    if (folder / "tokenizer_config.json").is_file():
+        backbone.tokenizer = load_tokenizer(str(folder))
+    tensors = load_file(folder / WEIGHTS_FILE)
+    if manifest.form == "peft":
+        factors = factors_from_peft(backbone.info, manifest.plan, tensors)
+    else:
+        factors = factors_from_experts(backbone, manifest.plan, tensors)
+    origin = Origin(**manifest.origin)  # type: ignore[arg-type]
+    copied = base.model == BASE and not (folder / BASE).is_symlink()
+    deployment = Deployment(manifest.plan, factors)
+    return _write(_Source(backbone, path, base.revision, deployment, origin, origin.method, copied), output, format)
+
+
+def _checkpoint_as_gguf(folder: Path, manifest: Manifest, output: Path, format: Form) -> Exported:
+    if manifest.form != "merged" or format != "gguf":
+        raise ModelError(
+            f"{folder} is a model in the form {manifest.form}, from which the form {format} cannot be made.",
+            "A merged model can be exported as gguf; other forms need the adapter's folder or the run.",
+        )
+    with new_folder(output) as new:
+        write_gguf(folder, new / GGUF)
+        load_tokenizer(str(folder)).save_pretrained(new)
+        write_json(new / MANIFEST, manifest.model_copy(update={"form": format}).model_dump(mode="json"))
+        card = (folder / FILE).read_text("utf-8").partition("## How to load it")[0]
+        write_text(new / FILE, f"{card}{AUDIENCES[format]}\n")
+    return Exported(output, format)
+
+
+def _possible(source: _Source, format: Form) -> tuple[Form, str]:
     """Returns the form in which a deployment can be written, the requested one if possible, and the reason if not.
 
     Raises:
         ModelError: there is none.
     """
-    beyond = beyond_weights(deployment.plan)
+    beyond = beyond_weights(source.deployment.plan)
     if beyond:
-        if standalone_of(experiment.backbone, deployment) is None:
+        if standalone_of(source.backbone, source.deployment) is None:
             raise ModelError(
-                f"The model of {experiment.method.name} has a part that acts beside the backbone's weights "
+                f"The model of {source.method} has a part that acts beside the backbone's weights "
                 f"({', '.join(beyond)}): no exported form can hold it.",
                 "Use `fedguild generate` or `fedguild.load_model`, which need no export.",
             )
@@ -200,20 +315,26 @@ def _possible(experiment: Experiment, deployment: Deployment, format: Form) -> t
         return "code", f"a checkpoint with modelling code, as {', '.join(beyond)} acts beside the backbone's weights"
     if format == "code":
         return "merged", "the merged form, as nothing acts beside the backbone's weights"
-    missing = "" if format == "merged" else obstacle(experiment.backbone.info, deployment)
-    if not missing and format != "merged" and is_gguf(experiment.config.model.path):
+    is_adapter = format in ("peft", "per-expert")
+    missing = obstacle(source.backbone.info, source.deployment) if is_adapter else ""
+    if not missing and is_adapter and is_gguf(source.path):
         missing = "its base model is a GGUF file, which peft does not read"
     if missing:
         return "merged", f"the merged form, as an adapter alone cannot carry the model: {missing}"
     return format, ""
 
 
-def _base(path: str, folder: Path) -> str:
-    """Returns how an adapter names its base model; one that ships with FedGuild is copied into the folder."""
-    if shipped := packaged(path):
-        shutil.copytree(shipped, folder / BASE)
+def _base(source: _Source, folder: Path, output: Path) -> str:
+    """Returns how an adapter names its base model: by its hub id, or by the path of its copy or link in the folder."""
+    if source.copied:
+        shutil.copytree(source.path, folder / BASE)
         return BASE
-    return _named(path)
+    if not Path(source.path).exists():
+        return source.path
+    place = Path(os.path.abspath(source.path))  # itself a link, in a site's folder
+    target = os.path.relpath(Path(os.path.realpath(place.parent)) / place.name, os.path.realpath(output.parent))
+    (folder / BASE).symlink_to(Path(os.pardir) / target, target_is_directory=True)
+    return BASE
 
 
 def _named(path: str) -> str:
@@ -260,7 +381,7 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
         budget=budget.name,
         client=subject.client,
         base=path if path in PACKAGED else _named(path),
-        base_code=f'folder + "/{BASE}"' if path in PACKAGED else f'"{path}"' if is_hub_id else BASE_FOLDER,
+        base_code=f'"{path}"' if is_hub_id else f'folder + "/{BASE}"',
         hub_id=path if is_hub_id else "",
         privacy="" if subject.client else _privacy(experiment, number),
     )

@@ -12,7 +12,8 @@ from fedguild.runs.results import RunResult
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from fedguild.runs.exporting import Exported, Form, Subject
+    from fedguild.export.manifest import Form
+    from fedguild.runs.exporting import Exported, Subject
 
 
 def load_model(

@@ -13,7 +13,7 @@ from fedguild.runs.api.models import folder_of, subject_of
 from fedguild.runs.results import RunResult
 
 if TYPE_CHECKING:
-    from fedguild.runs.exporting import Form
+    from fedguild.export.manifest import Form
 
 
 @answers_old_arguments
