@@ -15,6 +15,7 @@ from fedguild.measuring.log.folder import load_run
 from fedguild.measuring.log.records import EvaluationRecord, ObservationRecord, RunLog
 from fedguild.measuring.scores.statistics import half_width, spread
 from fedguild.report.html import write_report
+from fedguild.report.style import INK, following, text_on
 from fedguild.report.tables import run_table
 from fedguild.runs.api.launch import Launch
 from fedguild.runs.api.run_grid import RunGrid
@@ -160,6 +161,16 @@ def test_the_pages_of_a_table_have_its_figure_of_the_comparisons_own_runs(compar
         assert_self_contained(page)
         assert page.count(f'aria-label="The mean score by alpha. as published: {", ".join(told)}."') == 2
         assert "The mean score by alpha; bars are the means&#39; 95 % intervals over the seeds.</figcaption>" in page
+
+
+def test_colours_of_figures_follow_the_page_but_for_text_on_a_heat_map() -> None:
+    drawn = '<style></style><svg><path style="fill: {}"/></svg>'
+    assert 'style="fill: var(--ink)"' in following(drawn.format(INK))
+    page = following(drawn.format("#0072b2"))
+    assert 'style="fill: var(--c-0072b2)"' in page
+    assert page.count("--c-0072b2: #") == 2, "one for a light page and one for a dark one"
+    for colour in (text_on(0.0), text_on(1.0)):
+        assert following(drawn.format(colour)) == drawn.format(colour), "its field is the same on a dark page"
 
 
 def test_names_in_the_config_cannot_inject_markup(tmp_path: Path) -> None:

@@ -123,6 +123,8 @@ _DRAWN_IN = re.compile(r"((?:fill|stroke): ?)(#[0-9a-fA-F]{6})\b")
 
 def _from_page(found: re.Match[str]) -> str:
     colour = found[2].lower()
+    if colour in (ON_LIGHT, ON_DARK):
+        return found[0]
     return f"{found[1]}var({_PAGE_COLOURS.get(colour, f'--c-{colour[1:]}')})"
 
 
