@@ -148,7 +148,7 @@ def test_a_run_that_never_began_stands_in_the_audit_log_with_its_reason(config: 
     *joined, stopped = AuditLog(tmp_path / "state").read()
     assert [entry["event"] for entry in joined] == ["started", "refused"]
     says(joined[1]["reason"], "it runs fedguild 9.9")
-    says(stopped["reason"], "still missing: client-002")
+    says(stopped["reason"], "1 of 3 clients cannot take part, but the run needs 3", "client-002: it runs fedguild 9.9")
 
 
 def open_to_others(folder: Path) -> dict[str, str]:
