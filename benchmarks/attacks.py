@@ -257,8 +257,8 @@ def table(results: Mapping[str, Mapping[str, float]], seeds: int) -> str:
         for aggregator in AGGREGATORS:
             keys = [cell.key for cell in among if cell.aggregator == aggregator]
             scores = [results[key]["score"] for key in keys if key in results]
-            deviation = stdev(scores) if len(scores) > 1 else 0.0
-            shown.append(f"{mean(scores):.3f} ± {deviation:.3f}" if scores else "")
+            deviation = f" ± {stdev(scores):.3f}" if len(scores) > 1 else ""
+            shown.append(f"{mean(scores):.3f}{deviation}" if scores else "")
         who = f"{hostile} of {clients}" if hostile else f"{clients} clients, Dirichlet {alpha:g}"
         lines.append(f"| {attack}, {who} | {' | '.join(shown)} |")
     return "\n".join(lines)
