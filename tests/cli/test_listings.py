@@ -141,7 +141,7 @@ def test_doctor_names_the_plugins_of_other_packages_and_those_that_are_broken(in
     source = "def rhyme(prediction, reference):\n    return 1.0\n"
     install(monkeypatch, tmp_path / "verses", "verses", entry_points=entries, modules={"verses.py": source})
     found = {entry["subject"]: entry for entry in json.loads(invoke("doctor", "--json").stdout)}
-    assert found["metrics"]["found"] == "exact_match, rouge_l, rhyme (verses 1.2)"
+    assert found["metrics"]["found"] == "exact_match, rouge_l, token_f1, rhyme (verses 1.2)"
     assert found["model families"]["found"] == ", ".join(FAMILIES)
     assert found["methods"]["found"] == ", ".join(METHODS)
     broken = {subject: entry["consequence"] for subject, entry in found.items() if entry["found"] == "verses 1.2"}

@@ -37,3 +37,14 @@ def rouge_l(prediction: str, reference: str) -> float:
         return 0.0
     precision, recall = common / len(said), common / len(meant)
     return 2 * precision * recall / (precision + recall)
+
+
+def macro_f1(pairs: Sequence[tuple[int | None, int]]) -> float:
+    """The mean of the labels' harmonic means of precision and recall; `pairs` are (predicted, right)."""
+    scores = []
+    for label in {one for pair in pairs for one in pair if one is not None}:
+        hits = sum(said == meant == label for said, meant in pairs)
+        precision = hits / max(1, sum(said == label for said, _ in pairs))
+        recall = hits / max(1, sum(meant == label for _, meant in pairs))
+        scores.append(2 * precision * recall / (precision + recall) if hits else 0.0)
+    return sum(scores) / len(scores)

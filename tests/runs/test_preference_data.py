@@ -9,9 +9,11 @@ import pytest
 
 import fedguild
 from fedguild.config import load_config
-from fedguild.core.errors import ConfigError
+from fedguild.core.errors import ConfigError, FedGuildError
 from fedguild.data import ClientData, Example
 from fedguild.measuring.log.folder import load_run
+from fedguild.report.summary import run_summary
+from fedguild.report.tables import run_table
 from fedguild.runs.setup import of_client
 from tests.runs.test_chat_data import SMALL, Told
 
@@ -43,6 +45,11 @@ def test_a_run_on_pairs(file: Path, tmp_path: Path) -> None:
     assert all(one.score == one.metrics["preference_accuracy"] for one in last)
     assert all(one.metrics["reward_margin"] > 0 for one in last)
     assert "rouge_l" not in last[0].metrics
+    assert {one.metric for one in folder.evaluations} == {"preference_accuracy"}
+    assert "Scored by preference accuracy." in told.lines
+    assert run_table(folder).grid().title.startswith("fedit-tiny-tasks: test preference accuracy after round 1")
+    assert "scores" in run_summary(run_table(folder))[0]
+    assert " in preference accuracy" in run_summary(run_table(folder))[0]
     for client in folder.clients:
         assert client.train_loss is not None
         assert 0 < client.train_loss < math.log(2)
@@ -56,6 +63,15 @@ def test_the_chosen_answers_alone(file: Path, tmp_path: Path) -> None:
     assert [line for line in told.lines if "chosen answers alone (training.objective=sft)" in line]
     folder = load_run(tmp_path / "run")
     assert all("rouge_l" in one.metrics for one in folder.evaluations if one.scope == "budget")
+
+
+def test_a_faulty_metric_is_found_before_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedguild.runs.setup.preparation.load_backbone", lambda **_: pytest.fail("loaded"))
+    rows = [{"instruction": f"Name bird {n}.", "response": "Robin."} for n in range(24)]
+    with pytest.raises(FedGuildError, match=r"The metric 'mine' returned None"):
+        fedguild.run(
+            "fedit/tiny-tasks", *FAST, dataset=rows, metrics={"mine": lambda *_: None}, output=tmp_path / "run"
+        )
 
 
 def test_what_cannot_train_on_pairs_is_refused(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -197,7 +197,7 @@ class EvaluationSettings(Section):
     metrics: tuple[str, ...] = Field(
         default=("exact_match", "rouge_l"),
         description="Metrics of generated answers to record in addition to the corpus's own, which is the "
-        "score: `exact_match`, `rouge_l`, or one of an installed package.",
+        "score: `exact_match`, `token_f1` (SQuAD's), `rouge_l`, or one of an installed package.",
     )
     active_experts: Literal["budget", "method"] = Field(
         default="budget",
@@ -220,7 +220,9 @@ class EvaluationSettings(Section):
         "budget: the likeliest choice, and a generated text of at most 64 tokens. Only examples that the global model "
         "is scored on, and none of the simulated clients' under differential privacy.",
     )
-    perplexity: bool = Field(default=False, description="Also record the perplexity of the reference responses.")
+    perplexity: bool = Field(
+        default=False, description="Also record the perplexity of the reference responses, and its logarithm in nats."
+    )
     diagnostics: bool = Field(
         default=False,
         description="Also report every round how much averaging shrinks the clients' changes, how far averaging A "

@@ -1,8 +1,8 @@
-"""Names of a run's summary scores: means over its budgets or its clients."""
+"""Names of a run's scores: means over its budgets or its clients, and the metrics that they are means of."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final, Literal, get_args
 
 Score = Literal["mean", "mtal", "trained", "received", "pooled"]
@@ -37,3 +37,20 @@ TITLES: Final[Mapping[str, str]] = {
     POOLED: "pooled",
 }
 """The columns' titles in a table."""
+METRICS: Final[Mapping[str, str]] = {
+    "accuracy": "accuracy",
+    "macro_f1": "macro F1",
+    "exact_match": "exact match",
+    "token_f1": "token F1",
+    "rouge_l": "ROUGE\u2011L",
+    "preference_accuracy": "preference accuracy",
+    "reward_margin": "reward margin",
+    "nats": "nats per token",
+}
+"""Name of a metric -> what pages and tables call it, where that is not the name itself."""
+
+
+def metric_name(names: Iterable[str]) -> str:
+    """Returns what the score of some examples is: a metric, several, or `score` where records do not say."""
+    found = sorted({part for name in names for part in name.split(" and ") if part})
+    return " and ".join(METRICS.get(name, name.replace("_", " ")) for name in found) or "score"

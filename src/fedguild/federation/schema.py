@@ -179,6 +179,7 @@ class Score(_Part):
     name: Name
     split: Literal["test", "validation"]
     score: float = Field(ge=0, le=1 + 1e-9, allow_inf_nan=False)
+    metric: Name | Literal[""] = ""
     metrics: dict[Name, Metric | Literal["Infinity"]] = Field(default_factory=dict, max_length=64)
     by_task: dict[Task, Share] = Field(default_factory=dict, max_length=LARGEST_TASKS)
     examples: Count | None = None

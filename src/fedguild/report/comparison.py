@@ -62,6 +62,7 @@ class ComparisonTable:
         reference: Label of the row that the others are compared with.
         round: The last evaluated round.
         split: The split of the scores.
+        metric: What the scores are, in words; `score` where that is not recorded.
         equal_inference: Whether every budget was scored with the same active experts and inference FLOPs in all runs,
             as far as they are recorded.
         warnings: Reasons why the comparison may be unfair, one sentence each.
@@ -75,6 +76,7 @@ class ComparisonTable:
     split: str
     equal_inference: bool
     warnings: tuple[str, ...]
+    metric: str = "score"
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -157,7 +159,9 @@ class ComparisonTable:
         rules = {len(body)}
         body += [self._difference_row(row) for row in self.rows if row.label != self.reference]
         seeds = units.count_of(len(self.seeds), "seed")
-        title = f"{self.split.capitalize()} score after round {self.round}, mean ± sample deviation over {seeds}"
+        title = (
+            f"{self.split.capitalize()} {self.metric} after round {self.round}, mean ± sample deviation over {seeds}"
+        )
         title += "; differences with their 95 % interval" if len(self.rows) > 1 and len(self.seeds) > 1 else ""
         title += "; under each budget its active experts and inference FLOPs per token" if self.budgets else ""
         return Grid(title, (Cell("Method"), *map(self._heading, self.columns)), tuple(body), frozenset(rules))
@@ -261,6 +265,7 @@ def compare(runs: Mapping[str, Sequence[Run]], reference: str | None = None) -> 
         split=every[0].split,
         equal_inference=not unequal,
         warnings=tuple(warnings),
+        metric=every[0].metric if len({table.metric for table in every}) == 1 else "score",
     )
 
 
@@ -306,6 +311,8 @@ def _differing_runs(tables: Mapping[str, Sequence[RunTable]]) -> list[str]:
         warnings.append(f"The runs stopped after different rounds: {_by_label(tables, 'round')}.")
     if len({table.split for table in every}) > 1:
         warnings.append(f"The runs were scored on different splits: {_by_label(tables, 'split')}.")
+    if len({table.metric for table in every}) > 1:
+        warnings.append(f"The runs' scores are of different metrics: {_by_label(tables, 'metric')}.")
     if len({tuple(sorted(table.seed for table in members)) for members in tables.values()}) > 1:
         warnings.append(f"The methods were run with different seeds: {_by_label(tables, 'seed')}.")
     return warnings

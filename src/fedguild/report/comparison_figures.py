@@ -64,12 +64,12 @@ def score_bars(table: ComparisonTable, width: float = FULL_WIDTH) -> Svg:
         axes.set_xticks(range(len(titles)), [title.partition("\n")[0] if narrow else title for title in titles])
         if narrow:
             tilt_if_long(axes, width)
-        axes.set(ylabel=f"{table.split} score", ylim=(0, None))
+        axes.set(ylabel=f"{table.split} {table.metric}", ylim=(0, None))
         axes.tick_params(axis="x", length=0)
         gridlines(axes)
         _name_methods(figure, table, width)
         methods = ", ".join(row.label for row in table.rows)
-        return to_svg(figure, key, f"Bar chart: {table.split} score per budget for {methods}.")
+        return to_svg(figure, key, f"Bar chart: {table.split} {table.metric} per budget for {methods}.")
 
 
 def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]], width: float = FULL_WIDTH) -> Svg:
@@ -103,7 +103,7 @@ def cost_against_score(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]
                 axes.scatter([x for x, _, _ in points], [y for _, y, _ in points], s=26, color=colour, zorder=3)
                 side: Literal["left", "right"] = "left" if index % 2 else "right"
                 labels[panel] += [_Label(x, y, name, colour, side) for x, y, name in points]
-        left.set(xlabel="training FLOPs per client", ylabel=f"{table.split} score")
+        left.set(xlabel="training FLOPs per client", ylabel=f"{table.split} {table.metric}")
         right.set(xlabel="bytes sent per client")
         low, high = trend_limits(heights, (0.0, 1.0))
         for panel, (axes, unit) in enumerate(((left, ""), (right, "B"))):
@@ -184,7 +184,7 @@ def curves_by_column(table: ComparisonTable, runs: Mapping[str, Sequence[Run]], 
             gridlines(axes)
         grid[0][0].set_ylim(*trend_limits(drawn, (0.0, 1.0)))
         figure.supxlabel("round", fontsize=9, color=MUTED)
-        grid[0][0].set_ylabel(f"{table.split} score")
+        grid[0][0].set_ylabel(f"{table.split} {table.metric}")
         _name_methods(figure, table, width)
         return to_svg(figure, key, "Line charts: score over the rounds, mean and deviation over seeds.")
 

@@ -44,7 +44,9 @@ CLIENT_MARKS = (
 """Size, colour and shape of the marks of a client's models, so that all can be seen where they lie on each other."""
 
 
-def score_curves(curves: Mapping[str, Curve], split: str, key: str = "curves", width: float = FULL_WIDTH) -> Svg:
+def score_curves(
+    curves: Mapping[str, Curve], split: str, key: str = "curves", width: float = FULL_WIDTH, metric: str = "score"
+) -> Svg:
     """Returns the scores over the rounds, one line per budget, each named at its end.
 
     The axis begins below the lowest score, not at zero, so that trends are visible.
@@ -52,6 +54,7 @@ def score_curves(curves: Mapping[str, Curve], split: str, key: str = "curves", w
     Args:
         curves: Label of a budget's line -> (round, score), in the order of the tables.
         split: The split of the scores.
+        metric: What the scores are.
         key: Prefix of the ids in the SVG.
         width: In inches.
     """
@@ -70,19 +73,22 @@ def score_curves(curves: Mapping[str, Curve], split: str, key: str = "curves", w
             axes.annotate(
                 *(text, place, (8, 0)), textcoords="offset points", va="center", color=colour, annotation_clip=False
             )
-        axes.set(xlabel="round", ylabel=f"{split} score", ylim=(min(low, *ends), max(high, *ends)))
+        axes.set(xlabel="round", ylabel=f"{split} {metric}", ylim=(min(low, *ends), max(high, *ends)))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.margins(x=0.02)
         gridlines(axes)
-        return to_svg(figure, key, f"Line chart: {split} score over the rounds for {', '.join(curves)}.")
+        return to_svg(figure, key, f"Line chart: {split} {metric} over the rounds for {', '.join(curves)}.")
 
 
-def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str, width: float = FULL_WIDTH) -> Svg:
+def client_dots(
+    scores: Mapping[str, Mapping[str, float | None]], split: str, width: float = FULL_WIDTH, metric: str = "score"
+) -> Svg:
     """Returns a row per client with a mark for each of its models' scores, joined by a line.
 
     Args:
         scores: Label of a model's marks, of up to four models -> client -> score, or None if there is none.
         split: The split of the scores.
+        metric: What the scores are.
         width: In inches.
     """
     key = key_at("clients", width)
@@ -104,11 +110,11 @@ def client_dots(scores: Mapping[str, Mapping[str, float | None]], split: str, wi
             axes.scatter(across, down, s=size, marker=shape, facecolors=face, edgecolors=colour, label=name, zorder=2)
         step = 1 if len(clients) <= _MOST_ROWS_NAMED else -(-len(clients) // _MOST_ROWS_NAMED)
         axes.set_yticks(range(0, len(clients), step), clients[::step])
-        axes.set(xlabel=f"{split} score, own data", ylabel="client", ylim=(len(clients) - 0.4, -0.6))
+        axes.set(xlabel=f"{split} {metric}, own data", ylabel="client", ylim=(len(clients) - 0.4, -0.6))
         gridlines(axes, "x")
         names_across = 3 if width == FULL_WIDTH else 2
         figure.legend(loc="outside upper left", ncols=names_across, frameon=False, handletextpad=0.2)
-        return to_svg(figure, key, f"Dot chart: {split} score of {len(clients)} clients: {', '.join(scores)}.")
+        return to_svg(figure, key, f"Dot chart: {split} {metric} of {len(clients)} clients: {', '.join(scores)}.")
 
 
 def expert_heat_map(

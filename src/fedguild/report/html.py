@@ -230,9 +230,11 @@ def _run_page(run: Run, shown: Shown) -> dict[str, Any]:
         "title": run.name,
         "facts": _facts(run),
         "summary": run_summary(table),
-        "grid": table.grid().leading("Score", "Before") if table.rows else None,
-        "curves": shown(lambda width: figures.score_curves(curves, run.split, width=width)) if curves else None,
-        "curve_values": curves_grid(curves, f"{run.split.capitalize()} score by round"),
+        "grid": table.grid().leading(table.heading, "Before") if table.rows else None,
+        "curves": shown(lambda width: figures.score_curves(curves, run.split, width=width, metric=run.metric))
+        if curves
+        else None,
+        "curve_values": curves_grid(curves, f"{run.split.capitalize()} {run.metric} by round"),
         "from_the_start": any(record.round == 0 for record in run.evaluations),
         "tasks": task_grid(run),
         "samples": _samples(run),
@@ -401,9 +403,11 @@ def _personal(run: Run, table: RunTable, shown: Shown) -> dict[str, Any] | None:
     known = {name: curve for name, curve in curves.items() if curve}
     return {
         "grid": grid.leading("Own model", "As trained", "As received"),
-        "curves": shown(lambda width: figures.score_curves(known, run.split, "personal", width)) if known else None,
-        "curve_values": curves_grid(known, f"{run.split.capitalize()} score by round, mean over the clients"),
-        "dots": shown(lambda width: figures.client_dots(drawn, run.split, width)) if drawn else None,
+        "curves": shown(lambda width: figures.score_curves(known, run.split, "personal", width, run.metric))
+        if known
+        else None,
+        "curve_values": curves_grid(known, f"{run.split.capitalize()} {run.metric} by round, mean over the clients"),
+        "dots": shown(lambda width: figures.client_dots(drawn, run.split, width, run.metric)) if drawn else None,
         "both": len(known) > 1,
     }
 
@@ -464,7 +468,7 @@ def _round_values(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> 
     """Returns round × method and column, mean over the seeds."""
     means = comparison_figures.mean_curves(table, runs)
     curves = {f"{label}, {column}": curve for (label, column), curve in means.items()}
-    return curves_grid(curves, f"{table.split.capitalize()} score by round, mean over the seeds")
+    return curves_grid(curves, f"{table.split.capitalize()} {table.metric} by round, mean over the seeds")
 
 
 def _client_name(client: int, budgets: Mapping[int, str]) -> str:

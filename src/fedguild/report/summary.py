@@ -19,10 +19,9 @@ def run_summary(table: RunTable) -> list[str]:
     if table.mean_before is not None and table.round:
         gained = f", up from {units.score(table.mean_before)} before training"
     if len(table.rows) == 1:
-        return [f"{after}, {table.method} scores {units.score(table.mean)}{gained}.", *_on_own_data(table)]
-    text = (
-        f"{after}, {table.method} scores {units.score(table.mean)} on average over {len(table.rows)} budgets{gained}."
-    )
+        return [f"{after}, {table.method} scores {units.score(table.mean)}{_in(table)}{gained}.", *_on_own_data(table)]
+    scored = f"{after}, {table.method} scores {units.score(table.mean)}{_in(table)}"
+    text = f"{scored} on average over {len(table.rows)} budgets{gained}."
     largest = max(table.rows, key=lambda row: row.score)
     smallest = table.smallest
     reached = f"The smallest budget, {budget_title(smallest.budget)}, reaches {units.score(smallest.score)}"
@@ -33,10 +32,14 @@ def run_summary(table: RunTable) -> list[str]:
     return [text, f"{reached}, {share} of the best one ({best}).", *_on_own_data(table)]
 
 
+def _in(table: RunTable | ComparisonTable) -> str:
+    return "" if table.metric == "score" else f" in {table.metric}"
+
+
 def _personal_summary(table: RunTable, after: str) -> list[str]:
     """Returns the sentences about a run in which every client has its own model."""
     score = units.score(next((mean for mean in (table.mtal, table.trained) if mean is not None), table.received))
-    text = f"{after}, {table.method} scores {score} on average over the clients, each on its own data"
+    text = f"{after}, {table.method} scores {score}{_in(table)} on average over the clients, each on its own data"
     if table.clients_before is not None and table.round:
         text += f", up from {units.score(table.clients_before)} before training"
     if table.mtal is None or table.received is None:
@@ -70,7 +73,8 @@ def comparison_summary(table: ComparisonTable) -> list[str]:
     leader = max(rivals, key=lambda label: _mean(table, label, column))
     smallest = table.smallest if table.smallest and table.smallest.name == column else None
     where = f"At the smallest budget, {budget_title(smallest)}" if smallest else "On the clients' own data"
-    text = f"{where}, {leader} scores {_mean(table, leader, column):.3f} and {table.reference} {reference.mean:.3f}"
+    scores = f"{leader} scores {_mean(table, leader, column):.3f} and {table.reference} {reference.mean:.3f}"
+    text = f"{where}, {scores}{_in(table)}"
     return [f"{text}{_lead(table, leader, column)}.", *_elsewhere(table, leader), *_costs(table, leader, column)]
 
 

@@ -70,6 +70,7 @@ class RunTable:
     Attributes:
         round: The last evaluated round.
         split: The split of the scores, `test` or `validation`.
+        metric: What the scores are, in words; `score` where that is not recorded.
         rows: One per evaluated budget; empty if only clients' own models were scored.
         mean: Mean over budgets; None without budgets.
         mean_before: The mean before training.
@@ -98,6 +99,7 @@ class RunTable:
     pooled: float | None
     deviations: Mapping[str, float]
     clients: tuple[ClientRow, ...]
+    metric: str = "score"
 
     @property
     def scores(self) -> dict[str, float]:
@@ -119,7 +121,7 @@ class RunTable:
         if not self.rows and clients:
             return clients
         metric_names = _metrics_beside_the_score(self.rows)
-        header = ["Budget", "Active experts", "Before", "Score", *map(metric_title, metric_names)]
+        header = ["Budget", "Active experts", "Before", self.heading, *map(metric_title, metric_names)]
         header += ["FLOPs per token", "Training FLOPs", "Upload", "Download"]
         body = [tuple(map(Cell, self._entries(row, metric_names))) for row in self.rows]
         rules = set()
@@ -131,9 +133,7 @@ class RunTable:
             if mean is not None:
                 rules.add(len(self.rows))
                 body.append(_summary_row(title, before, units.score_over(mean, self.deviations.get(name)), len(header)))
-        title = (
-            f"{self.name}: {self.split} scores after round {self.round}{self._over()}; costs per client over the run"
-        )
+        title = f"{self._after()}{self._over()}; costs per client over the run"
         return Grid(title, tuple(map(Cell, header)), tuple(body), frozenset(rules))
 
     def _summaries(self) -> dict[str, tuple[str, float | None]]:
@@ -165,13 +165,22 @@ class RunTable:
         for name, value in (("mtal", self.mtal), ("trained", self.trained), ("received", self.received)):
             if value is not None:
                 means.append(Cell(units.score_over(value, self.deviations.get(name)), strong=True))
-        title = f"{self.name}: {self.split} scores after round {self.round}, each client on its own data{self._over()}"
+        title = f"{self._after()}, each client on its own data{self._over()}"
         return Grid(title, tuple(header), (*body, (*mean, *means)), frozenset({len(body)}))
 
     def _scores(self, row: ClientRow) -> tuple[Cell, ...]:
         after = [(row.own, self.mtal), (row.trained, self.trained), (row.received, self.received)]
         shown = [Cell(units.score(value)) for value, mean in after if mean is not None]
         return (Cell(units.score(row.before)), *shown)
+
+    @property
+    def heading(self) -> str:
+        """The title of the column of scores."""
+        return self.metric[0].upper() + self.metric[1:]
+
+    def _after(self) -> str:
+        scores = "scores" if self.metric == "score" else self.metric
+        return f"{self.name}: {self.split} {scores} after round {self.round}"
 
     def _over(self) -> str:
         """Returns the meaning of ± in a title, if a mean over clients has a deviation."""
@@ -213,6 +222,7 @@ def run_table(run: Run) -> RunTable:
         pooled=run.client_mean("pooled", run.last_round),
         deviations=_deviations(run),
         clients=_client_rows(run),
+        metric=run.metric,
     )
 
 
@@ -264,7 +274,11 @@ def task_grid(run: Run) -> Grid | None:
     if len(tasks) < 2:
         return None
     body = [(Cell(task), *(Cell(units.score(scored[name].by_task.get(task))) for name in names)) for task in tasks]
-    return Grid(f"Score by task after round {run.last_round}", (Cell("Task"), *map(Cell, names)), tuple(body))
+    return Grid(
+        f"{run.metric[0].upper()}{run.metric[1:]} by task after round {run.last_round}",
+        (Cell("Task"), *map(Cell, names)),
+        tuple(body),
+    )
 
 
 def routing_grid(routing: RoutingRecord) -> Grid:

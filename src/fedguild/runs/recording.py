@@ -93,6 +93,7 @@ def evaluation_record(
         name=name,
         split=split,
         score=scores.overall.score or 0.0,
+        metric=scores.overall.metric,
         metrics=_measures(scores.overall, perplexity),
         by_task={task: summary.score for task, summary in scores.by_task.items() if summary.score is not None},
         examples=scores.overall.count,
@@ -108,7 +109,9 @@ def summary_record(name: Score, records: Sequence[EvaluationRecord]) -> Evaluati
     """
     counted = [record.score for record in records if record.examples]
     deviation = stdev(counted) if name != "mean" and len(counted) > 1 else None
-    return mean_record(name, records[0].round, records[0].split, fmean(counted) if counted else 0.0, deviation)
+    mean = mean_record(name, records[0].round, records[0].split, fmean(counted) if counted else 0.0, deviation)
+    metrics = {part for record in records for part in record.metric.split(" and ")}
+    return mean.model_copy(update={"metric": " and ".join(sorted(metrics - {""}))})
 
 
 def mean_record(
@@ -199,7 +202,9 @@ def _matrix(seen: Observation) -> list[list[float]]:
 def _measures(summary: Summary, perplexity: bool) -> dict[str, float]:
     measures: dict[str, float | None] = {
         "accuracy": summary.accuracy,
+        "macro_f1": summary.macro_f1,
         **summary.metrics,
+        "nats": summary.nats if perplexity else None,
         "perplexity": summary.perplexity if perplexity else None,
     }
     return {name: value for name, value in measures.items() if value is not None}

@@ -215,7 +215,7 @@ class Comparison:
         ]
 
     def frame(self) -> pandas.DataFrame:
-        """Returns a row for each column, row, seed and score (a budget's, or a mean).
+        """Returns a row for each column, row, seed and score (a budget's, or a mean), with the metric that it is of.
 
         `difference` is relative to the reference, paired by seed; missing if the reference has no such score.
         """
@@ -227,6 +227,7 @@ class Comparison:
                     **({"column": column} if column else {}),
                     "row": row.label,
                     "score": name,
+                    "metric": table.metric,
                     "seed": seed,
                     "value": value,
                     "difference": None

@@ -198,8 +198,8 @@ def recorded_scores(config: Config, method: Method) -> dict[str, set[str]]:
     global model, and then has the clients' mean.
     """
     settings, real = config.evaluation, config.federation.engine.name == "flower"
-    measures = {"accuracy", corpus_spec(config.data.dataset).metric, *settings.metrics}
-    measures |= {"perplexity"} if settings.perplexity else set()
+    measures = {"accuracy", "macro_f1", corpus_spec(config.data.dataset).metric, *settings.metrics}
+    measures |= {"nats", "perplexity"} if settings.perplexity else set()
     measures |= {ACCURACY, MARGIN} if config.training.objective != "sft" else set()
     scores: dict[str, set[str]] = {}
     if method.facts.has_global_model:

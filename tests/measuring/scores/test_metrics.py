@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from fedguild.core.errors import ConfigError, FedGuildError
-from fedguild.measuring.scores.metrics import METRICS, exact_match, load_metrics, measure, rouge_l
+from fedguild.measuring.scores.metrics import METRICS, exact_match, load_metrics, measure, rouge_l, token_f1
+from fedguild.measuring.scores.scores import ExampleScore, Summary
 from tests.oracles import metrics as oracle
 from tests.plugins import install
 
@@ -39,6 +40,44 @@ def test_rouge_l_counts_equal_texts_without_latin_letters():
 def test_exact_match_ignores_case_and_white_space_only():
     assert exact_match.score("  Two\nwords ", "two words") == 1.0
     assert exact_match.score("two words.", "two words") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("prediction", "reference", "expected"),
+    [
+        ("The Cat, sat!", "a cat sat", 1.0),
+        ("in the year 1889", "1889", 0.5),  # 1 of 3 words and 1 of 1: 2 / 4
+        ("one two two", "two two three", 4 / 6),
+        ("nothing", "else", 0.0),
+        ("the", "a", 1.0),  # articles do not count
+        ("", "something", 0.0),
+    ],
+)
+def test_token_f1_is_that_of_squad(prediction: str, reference: str, expected: float):
+    assert token_f1.score(prediction, reference) == pytest.approx(expected)
+
+
+def test_macro_f1_is_the_mean_over_labels():
+    """Confusion of three labels; one answer names none, one label never occurs."""
+    choices = ("a", "b", "c", "d")
+    pairs = [(0, 0), (0, 0), (1, 0), (1, 1), (2, 1), (None, 2), (2, 2)]
+    scored = [
+        ExampleScore("t", 0.0, 1.0, 2, predicted=said, choices=choices, answer=meant, measure="accuracy")
+        for said, meant in pairs
+    ]
+    summary = Summary.of(scored)
+    assert summary.macro_f1 == pytest.approx(oracle.macro_f1(pairs))
+    assert summary.macro_f1 == pytest.approx((0.8 + 0.5 + 0.5) / 3)
+    assert (summary.nats, summary.metric) == (0.5, "accuracy")
+    other = ExampleScore("t", 1.0, 1.0, 2, predicted=0, choices=("x", "y"), answer=0, measure="accuracy")
+    assert Summary.of([*scored, other]).macro_f1 is None
+
+
+def test_a_metric_that_fails_or_returns_no_number_says_so():
+    with pytest.raises(FedGuildError, match=r"metric 'mine' failed with TypeError: .*\n.*two texts"):
+        measure({"mine": lambda text: 1.0}, "a", "b")  # type: ignore[dict-item,misc]
+    with pytest.raises(FedGuildError, match="metric 'mine' returned 'good' for"):
+        measure({"mine": lambda *_: "good"}, "a", "b")  # type: ignore[dict-item,return-value]
 
 
 @pytest.fixture
@@ -97,4 +136,4 @@ def test_an_unknown_metric_lists_the_known_ones():
 def test_listing_the_metrics_does_not_import_torch():
     code = "import sys; from fedguild.measuring.scores.metrics import METRICS; print(*METRICS, 'torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert run.stdout.split() == ["exact_match", "rouge_l", "False"]
+    assert run.stdout.split() == ["exact_match", "rouge_l", "token_f1", "False"]

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from fedguild.config.renamed import with_new_names
 from fedguild.core.errors import CheckpointError, ConfigError, nearest
 from fedguild.core.layout import CONFIG, ENVIRONMENT, METHOD, PARTITION
-from fedguild.core.score_names import MTAL, POOLED, RECEIVED, TRAINED, Scope
+from fedguild.core.score_names import MTAL, POOLED, RECEIVED, TRAINED, Scope, metric_name
 from fedguild.measuring.log.records import (
     ClientRecord,
     EvaluationRecord,
@@ -155,6 +155,11 @@ class Run(Described):
     def split(self) -> str:
         """The split that the tables show: `test` if it was scored, else `validation`."""
         return "test" if any(record.split == "test" for record in self.evaluations) else "validation"
+
+    @property
+    def metric(self) -> str:
+        """What the scores of that split are, in words, such as `accuracy`; `score` where the log does not say."""
+        return metric_name(record.metric for record in self.evaluations if record.split == self.split)
 
     @property
     def last_round(self) -> int:

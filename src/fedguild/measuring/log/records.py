@@ -172,6 +172,7 @@ class EvaluationRecord(_Row):
             `fedguild.core.score_names.SCORES`.
         split: `test` or `validation`.
         score: The primary score, 0 to 1.
+        metric: The metric that the score is the mean of, or several joined by `and`; empty in older logs.
         metrics: Every metric by name, for example `accuracy`, `rouge_l`, `perplexity`; of a mean over
             clients `deviation`, the sample standard deviation over them.
         by_task: The primary score by task.
@@ -186,6 +187,7 @@ class EvaluationRecord(_Row):
     name: str
     split: Literal["test", "validation"]
     score: float
+    metric: str = ""
     metrics: dict[str, float] = Field(default_factory=dict)
     by_task: dict[str, float] = Field(default_factory=dict)
     examples: int | None = None

@@ -112,6 +112,7 @@ def _pair_score(example: Example, pair: Encoded, own: Losses, reference: Losses,
     return ExampleScore(
         task=example.task,
         primary=measured[ACCURACY],
+        measure=ACCURACY,
         response_nll=own[0],
         response_tokens=len(pair.targets),
         metrics=measured,
@@ -183,6 +184,9 @@ def _score(
         metrics=measured,
         predicted=predicted,
         generated=text,
+        measure="accuracy" if example.choices else scoring.responses,
+        choices=example.choices,
+        answer=example.answer,
     )
 
 

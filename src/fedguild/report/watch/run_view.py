@@ -14,6 +14,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from fedguild.core.layout import client_index
+from fedguild.core.score_names import metric_name
 from fedguild.core.tail import Tail
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.measuring.log.folder import FollowedRun
@@ -174,6 +175,7 @@ class RunView(FollowedRun):
         self._sums: dict[int, _RoundSums] = {}
         self._rounds: dict[int, dict[str, Any]] = {}
         self._scores: dict[str, list[list[Any]]] = {}
+        self._metrics: set[str] = set()
         self._new_scores: set[str] = set()
         self._new_rounds: set[int] = set()
         self._rejections: deque[tuple[int, dict[str, Any]]] = deque(maxlen=SHOWN_REJECTIONS)
@@ -249,6 +251,7 @@ class RunView(FollowedRun):
         self._rejections.append((self._rejected, {"round": number, "client": client, "reason": reason}))
 
     def _score(self, record: EvaluationRecord) -> None:
+        self._metrics.add(record.metric)
         score = _finite(record.score)
         if record.scope in _CLIENT_SCOPES:
             if record.examples != 0 and (client := client_index(record.name)) is not None:
@@ -468,6 +471,7 @@ class RunView(FollowedRun):
             "partition": self.partition_scheme,
             "clients": self.number_of_clients,
             "rounds": self.planned_rounds,
+            "metric": metric_name(self._metrics),
             "seed": self.seed if self.config else None,
             "budgets": [
                 {"name": str(each.get("name")), "active_experts": each.get("active_experts", 0)}

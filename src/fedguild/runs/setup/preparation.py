@@ -12,10 +12,13 @@ from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
 from fedguild.core.layout import MEMORY
 from fedguild.core.progress import Progress, Silent
+from fedguild.core.score_names import metric_name
+from fedguild.data.corpora import corpus_spec
 from fedguild.data.given import GivenData
 from fedguild.data.rendering import require_chat_template, set_chat_template
 from fedguild.data.view import duplicates_between
-from fedguild.measuring.scores.metrics import Metric, load_metrics
+from fedguild.measuring.scores.metrics import Metric, load_metrics, measure
+from fedguild.measuring.scores.preferences import ACCURACY
 from fedguild.model.backbone import Backbone, inspect_model, later_backbone, load_backbone, pick_device
 from fedguild.model.info import ModelInfo
 from fedguild.model.pretrained import load_tokenizer
@@ -60,6 +63,8 @@ def prepare(
     if not model.moe and any(tier.active_experts for tier in config.federation.budgets):
         progress.message("federation.budgets: active_experts has no effect here, as the model has no experts.")
     prepared = _read_data(config, output, data, progress, trains=trains)
+    if trains:
+        _try_metrics(config, prepared, own_metrics, progress)
     if any(example.messages for example in prepared.corpus.train[:1]):
         require_chat_template(prepared.corpus.train[0], tokenizer_of(config))
     budgets = budgets_of(config, model)
@@ -95,6 +100,18 @@ def _read_data(
     if leak:
         progress.message(leak)
     return data
+
+
+def _try_metrics(config: Config, data: PreparedData, own: Mapping[str, Metric], progress: Progress) -> None:
+    """Says what the scores are, and calls the metrics once, so that a faulty one is found before the training."""
+    evaluation, usual = config.evaluation, corpus_spec(config.data.dataset).metric
+    scored = data.pooled(evaluation.split, evaluation.max_examples, config.seed)
+    kinds = {usual if one.is_open else ACCURACY if one.rejected is not None else "accuracy" for one in scored}
+    progress.message(f"Scored by {metric_name(kinds)}.")
+    answer = next((one.response for one in scored if one.is_open), None)
+    if answer is not None:
+        others = load_metrics(name for name in evaluation.metrics if name not in own)
+        measure({**own, **others}, answer, answer)
 
 
 def _backbone(config: Config, model: ModelInfo, progress: Progress) -> Backbone:

@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 
-from fedguild.core.errors import ConfigError, FedGuildError, nearest
+from fedguild.core.errors import ConfigError, FedGuildError, first_line, nearest
 from fedguild.core.plugins import Plugins
 
 Metric = Callable[[str, str], float]
 """(generated text, reference) -> score."""
-TAKEN = ("accuracy", "deviation", "perplexity", "preference_accuracy", "reward_margin")
+TAKEN = ("accuracy", "macro_f1", "deviation", "nats", "perplexity", "preference_accuracy", "reward_margin")
 """Names under which other figures of an evaluation are recorded."""
 
 
@@ -52,11 +52,17 @@ def measure(metrics: Mapping[str, Metric], prediction: str, reference: str) -> d
     """Returns the value of every metric by its name.
 
     Raises:
-        FedGuildError: a metric returns something other than a finite number.
+        FedGuildError: a metric fails, or returns something other than a finite number.
     """
     values: dict[str, float] = {}
     for name, metric in metrics.items():
-        value: object = metric(prediction, reference)
+        try:
+            value: object = metric(prediction, reference)
+        except Exception as error:  # a function of the user's
+            raise FedGuildError(
+                f"The metric '{name}' failed with {type(error).__name__}: {first_line(error)}",
+                "A metric is called with two texts, the answer and the reference, and returns a number.",
+            ) from error
         if not isinstance(value, Real) or not math.isfinite(value):
             raise FedGuildError(
                 f"The metric '{name}' returned {value!r:.50} for the answer {prediction!r:.200}.",

@@ -236,13 +236,18 @@ function headline() {
   return points.length ? { name: "mean", points } : null;
 }
 
+function metricTitle() {
+  const metric = get("facts").metric || "score";
+  return metric[0].toUpperCase() + metric.slice(1);
+}
+
 function showTiles() {
   const total = get("totals"), mean = headline(), privacy = total.privacy || {};
   const before = mean && mean.points[0][0] === 0 && mean.points.length > 1 ? mean.points[0][1] : null;
   const latest = mean ? mean.points.at(-1)[1] : null;
   const named = { mean: "mean over budgets", mtal: "clients’ own models", trained: "as trained", received: "as received" };
   const tiles = [
-    ["Score", score(latest), before === null ? "" : `${signed(latest - before)} since the start`, mean ? named[mean.name] || mean.name : ""],
+    [metricTitle(), score(latest), before === null ? "" : `${signed(latest - before)} since the start`, mean ? named[mean.name] || mean.name : ""],
     ["Sent by clients", si(total.upload_bytes, "B")], ["Sent to clients", si(total.download_bytes, "B")],
     ["Training", si(total.training_flops, "FLOP")], ["Peak memory", si(total.peak_memory_bytes, "B"), "of a cohort"],
     ["Time of a round", duration(total.round_seconds), "mean of the last ten"],
@@ -265,13 +270,13 @@ function showScores() {
   }
   lines.sort((a, b) => a.mean - b.mean || budgets.indexOf(a.name) - budgets.indexOf(b.name));
   const split = lines.length ? lines[0].split : "test";
-  setText(holder.querySelector("h2"), `${split === "test" ? "Test" : "Validation"} scores over the rounds`);
+  setText(holder.querySelector("h2"), `${split === "test" ? "Test" : "Validation"} ${metricTitle() === "Score" ? "scores" : get("facts").metric} over the rounds`);
   const names = lines.map((line) => line.name).join(", ");
-  chart(holder.querySelector(".chart"), lines, { height: 260, format: (value) => value.toFixed(3), named: true, bounds: [0, 1], label: `Line chart: score over the rounds of ${names}` });
+  chart(holder.querySelector(".chart"), lines, { height: 260, format: (value) => value.toFixed(3), named: true, bounds: [0, 1], label: `Line chart: ${get("facts").metric || "score"} over the rounds of ${names}` });
   values(holder, "scores", () => {
     const rounds = [...new Set(lines.flatMap((line) => line.points.map((point) => point[0])))].sort((a, b) => b - a);
     const by = lines.map((line) => new Map(line.points));
-    return valuesTable("Score after each round, the newest first", ["Round", ...lines.map((line) => line.name)], rounds.map((round) => [String(round), ...by.map((known) => score(known.get(round)))]));
+    return valuesTable(`${metricTitle()} after each round, the newest first`, ["Round", ...lines.map((line) => line.name)], rounds.map((round) => [String(round), ...by.map((known) => score(known.get(round)))]));
   });
 }
 
