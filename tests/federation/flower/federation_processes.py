@@ -189,7 +189,9 @@ def running_cheaply(folder: Path, config: Config) -> Iterator[FederationProcesse
 @contextmanager
 def _trainer_thread(folder: Path) -> Iterator[None]:
     """Runs a site's trainer in a thread of this process."""
-    service, stopped = TrainerService(load_site(folder), folder), threading.Event()
+    site = load_site(folder)  # its relative paths begin in its folder, where a trainer of its own would run
+    model = site.model.model_copy(update={"path": str(folder / site.model.path)})
+    service, stopped = TrainerService(site.model_copy(update={"model": model}), folder), threading.Event()
 
     def handle(message: Message) -> Message:
         with _ONE_TRAINER:
