@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import lzma
+import sys
 import zipfile
 from collections.abc import Callable
 from datetime import date, datetime
@@ -369,3 +370,14 @@ def test_a_spreadsheet(tmp_path: Path):
             load_corpus("instructions", train=str(path))
     else:
         assert [one.response for one in load_corpus("instructions", train=str(path)).train] == ["1", "x;y"]
+
+
+def test_a_zst_file_is_read_or_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "zstandard", None)
+        with pytest.raises(DataError, match=r"own.jsonl.zst is compressed by Zstandard.*\n.*pip install zstandard"):
+            load(tmp_path, b"x", "own.jsonl.zst")
+    zstandard = pytest.importorskip("zstandard")
+    assert load(tmp_path, zstandard.compress(lines(PAIR)), "own.jsonl.zst").train[0].response == PAIR["response"]
+    with pytest.raises(DataError, match="cannot be decompressed"):
+        load(tmp_path, b"x", "own.jsonl.zst")

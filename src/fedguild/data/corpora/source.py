@@ -23,7 +23,7 @@ _KINDS = {
     "excel": (".xlsx", ".xls", ".ods"),
 }
 SUFFIXES = tuple(suffix for suffixes in _KINDS.values() for suffix in suffixes)
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zip")
+_COMPRESSED = (".gz", ".bz2", ".xz", ".zip", ".zst")
 _HUB_ID = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.+%:\[\]-]+))?")
 _LOCAL = re.compile(r"(?P<name>.+?)(:(?P<config>[\w.-]+))?(@(?P<split>[\w.+%:\[\]-]+))?")
 

@@ -45,6 +45,7 @@ _OPENED: dict[str, Callable[[Any], bytes]] = {
     ".bz2": bz2.decompress,
     ".xz": lzma.decompress,
     ".zip": lambda content: _unzipped(content),
+    ".zst": lambda content: _unzstandard(content),
 }
 _ROW_LISTS = ("data", "rows", "train", "examples", "records", "instances")
 _LONGEST_CELL = (1 << 31) - 1
@@ -166,6 +167,11 @@ def read_text(path: Path, encoding: str | None = None) -> str:
     if opened is not None:
         try:
             content = opened(content)
+        except ImportError as error:
+            raise DataError(
+                f"{path} is compressed by Zstandard, and the package to read it is missing: {first_line(error)}",
+                "Install it: pip install zstandard.",
+            ) from error
         except (OSError, EOFError, lzma.LZMAError, zipfile.BadZipFile, ValueError) as error:
             raise DataError(f"{path} cannot be decompressed: {first_line(error)}") from error
     found = encoding or next((name for mark, name in _BOMS if content.startswith(mark)), "utf-8")
@@ -181,6 +187,16 @@ def read_text(path: Path, encoding: str | None = None) -> str:
             "Data files are read as UTF-8; this one may be Windows-1252 or Latin-1. Save it again as UTF-8, or set "
             "data.options.encoding=windows-1252.",
         ) from error
+
+
+def _unzstandard(content: bytes) -> bytes:
+    import zstandard
+
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(content, read_across_frames=True) as stream:
+            return bytes(stream.read())
+    except zstandard.ZstdError as error:
+        raise ValueError(str(error)) from error
 
 
 def _unzipped(content: bytes) -> bytes:
