@@ -9,7 +9,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 SCRIPTS = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "__main__" in path.read_text("utf-8"))
-COMPUTED = {"gpu_budget"}
+COMPUTED = {"attacks", "gpu_budget"}
 """Scripts that measure nothing of the machine."""
 NO_TENSORS = {
     "enrolment": "it registers keys",

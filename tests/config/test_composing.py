@@ -27,8 +27,12 @@ SINCE = {
     "data.train_on": "all_turns",
     "data.special_tokens": "text",
     "federation.robust": "auto",
+    "training.objective": "auto",
+    "training.dpo_beta": 0.1,
+    "evaluation.samples": 3,
 }
-"""Settings that 0.3 did not have, with what it did. An aggregator of auto is none in a simulation, as 0.3 had it."""
+"""Settings that 0.3 did not have. An aggregator of auto is none in a simulation, as 0.3 had it, and an objective of auto is
+SFT for data that are not pairs; samples are beside the results."""
 
 
 def recorded(name: str) -> dict[str, Any]:

@@ -102,9 +102,9 @@ def test_a_client_starts_from_its_download_and_its_memory(olmoe_backbone, flame,
     starts = {}
     original = Cohort.steps
 
-    def watch(cohort):
+    def watch(cohort, **options):
         starts.update({who.index: cohort.read(slot) for slot, who in enumerate(cohort.clients)})
-        return original(cohort)
+        return original(cohort, **options)
 
     monkeypatch.setattr(Cohort, "steps", watch)
     (first, *_) = deliver(olmoe_backbone, flame, tmp_path)
@@ -148,9 +148,9 @@ class NoRoom:
         self.tried: list[int] = []
         steps = Cohort.steps
 
-        def limited(cohort: Cohort) -> Any:
+        def limited(cohort: Cohort, **options: Any) -> Any:
             self.tried.append(len(cohort.work))
-            yield next(moves := steps(cohort))
+            yield next(moves := steps(cohort, **options))
             if len(cohort.work) > holds:
                 raise torch.OutOfMemoryError("no room")
             yield from moves
@@ -293,6 +293,6 @@ def test_auto_knows_whether_torch_takes_the_steps(olmoe_backbone, monkeypatch):
         for name in ("adamw", "sgd")
     )
     let_run(monkeypatch, ())
-    assert adam._step_form([[5] * 8], 10).by_torch
+    assert adam._step_form(5 * 8, 10).by_torch
     let_run(monkeypatch, {"optimizer"}, language="numba")
-    assert [each._step_form([[5] * 8], 10).by_torch for each in (adam, sgd)] == [False, True]
+    assert [each._step_form(5 * 8, 10).by_torch for each in (adam, sgd)] == [False, True]

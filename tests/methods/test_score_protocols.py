@@ -51,10 +51,10 @@ def at_start(monkeypatch: pytest.MonkeyPatch) -> Seen:
     seen: Seen = {}
     steps = Cohort.steps
 
-    def watched(cohort: Cohort, *arguments: object) -> Iterator[Step]:
+    def watched(cohort: Cohort, *arguments: object, pairs: bool = False) -> Iterator[Step]:
         for who, answer in zip(cohort.clients, losses(cohort.model), strict=True):
             seen.setdefault(who.index, []).append(answer)
-        return steps(cohort, *arguments)
+        return steps(cohort, *arguments, pairs=pairs)
 
     monkeypatch.setattr(Cohort, "steps", watched)
     return seen

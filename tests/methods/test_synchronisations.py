@@ -129,9 +129,9 @@ def steps_of(
     steps: list[Found] = []
     device, original = Device(), Cohort.steps
 
-    def counted(self: Cohort, most: Sequence[int] | None = None) -> Iterator[Step]:
+    def counted(self: Cohort, most: Sequence[int] | None = None, *, pairs: bool = False) -> Iterator[Step]:
         last = -1
-        for step in original(self, most):
+        for step in original(self, most, pairs=pairs):
             if step.index != last:  # only now has the last one read its losses
                 last, device.found = step.index, Found()
                 steps.append(device.found)

@@ -173,7 +173,7 @@ class Comparison:
         >>> comparison.run("flame-tiny-tasks", seed=0).rounds
         1
         >>> list(comparison.frame())
-        ['row', 'score', 'seed', 'value', 'difference']
+        ['row', 'score', 'metric', 'seed', 'value', 'difference']
         >>> comparison.pages[""].name
         'comparison.html'
     """

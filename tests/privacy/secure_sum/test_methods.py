@@ -232,14 +232,14 @@ def test_an_upload_is_brought_into_one_session_only(last, backbone, tmp_path):
     with nullcontext() if last == "open" else pytest.raises(QuorumError):
         run.round(1)
     assert set(again) == set(range(6))
-    assert set(again.values()) == {"it has trained nothing in this round that it has not been asked for already"}
+    assert set(again.values()) == {"it has nothing of this round that it has not been asked for already"}
 
 
 def test_what_was_trained_in_one_round_is_not_aggregated_in_another(backbone, tmp_path):
     run = Run(backbone, "fedit", tmp_path, secure=True)
     exchange = run.engine.exchange
     run.engine.exchange = lambda session, *rest: exchange(replace(session, round=2), *rest)
-    with pytest.raises(QuorumError, match="it has trained nothing in this round"):
+    with pytest.raises(QuorumError, match="it has nothing of this round"):
         run.round(1)
 
 

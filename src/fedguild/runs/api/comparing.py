@@ -84,7 +84,7 @@ def compare(
         ... )
         >>> frame = comparison.frame()
         >>> sorted(frame.row.unique()), list(frame.columns)
-        (['fedit-tiny-tasks-ranks', 'flame-tiny-tasks'], ['row', 'score', 'seed', 'value', 'difference'])
+        (['fedit-tiny-tasks-ranks', 'flame-tiny-tasks'], ['row', 'score', 'metric', 'seed', 'value', 'difference'])
     """
     overrides = (*overrides, settings) if settings else overrides
     given = gather(dataset, partition, metrics, callbacks)
