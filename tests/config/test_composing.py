@@ -31,8 +31,8 @@ SINCE = {
     "training.dpo_beta": 0.1,
     "evaluation.samples": 3,
 }
-"""Settings that 0.3 did not have. An aggregator of auto is none in a simulation, as 0.3 had it, and an objective of auto is
-SFT for data that are not pairs; samples are beside the results."""
+"""Settings that 0.3 did not have. An aggregator of auto is none in a simulation, as 0.3 had it, and an objective of
+auto is SFT for data that are not pairs; samples change no result."""
 
 
 def recorded(name: str) -> dict[str, Any]:

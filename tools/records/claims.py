@@ -41,12 +41,16 @@ def count_verdicts(table: Table, records: Sequence[CellRecord], unjudged: Collec
 def claims_in_short(table: Table, records: Sequence[CellRecord], unjudged: Collection[str] = ()) -> list[list[str]]:
     """Returns a line for each claim and column: claim, column, verdict by score, verdict by nats per token, costs.
 
-    Behind a verdict stands the difference that decides it: to the row over which the lead is smallest.
+    Behind a verdict stands the difference that decides it: to the row over which the lead is smallest. Columns without
+    a record are left out.
     """
     found = []
+    recorded = {record.column for record in records}
     for claim in table.claims:
         score, judged = claim.score or table.score, _judged(claim, unjudged)
         for column in claim.columns or table.columns:
+            if column not in recorded:
+                continue
             cells = by_row(table, [record for record in records if record.column == column])
             gaps = {row: difference(cells, claim.higher, row, score, claim.over) for row in judged}
             saved = {row: _saved(cells, row, claim, score) for row in judged}
