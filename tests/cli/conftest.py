@@ -40,7 +40,7 @@ class FakeExperiment:
         progress.stage("loading the model")
         progress.round_started(1, config.federation.rounds)
         progress.step(5, 25, 1.5)
-        progress.evaluated({"b1": 0.5})
+        progress.evaluated({"b1": 0.5}, "accuracy")
         self._write(config, output)
         return SimpleNamespace(folder=output)
 
@@ -66,6 +66,7 @@ class FakeExperiment:
                 pooled=pooled,
                 summaries=summaries,
                 deviations=deviations,
+                metric="accuracy",
             )
         return SimpleNamespace(
             scores={"b1": 0.75, "b4": 0.25},
@@ -76,6 +77,7 @@ class FakeExperiment:
             pooled={},
             summaries={"mean": 0.5},
             deviations={},
+            metric="accuracy",
         )
 
     @staticmethod

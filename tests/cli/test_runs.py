@@ -193,10 +193,12 @@ def test_evaluate(invoke: Invoke, experiment: FakeExperiment) -> None:
     assert json.loads(result.stdout) == {
         "folder": "runs/a",
         "split": "validation",
+        "metric": "accuracy",
         "scores": {"b1": 0.75, "b4": 0.25},
         "mean": 0.5,
     }
     lines = [line.split() for line in invoke("evaluate", "runs/a").stdout.splitlines()]
+    assert lines[0] == ["budget", "accuracy"]
     assert ["b4", "0.250"] in lines
     assert ["mean", "0.500"] in lines
     assert invoke("evaluate", "x", "--split", "train").exit_code == 2
@@ -240,10 +242,10 @@ def test_progress_on_a_terminal_leaves_only_the_scores() -> None:
     with TerminalProgress(Console(file=screen, width=100)) as progress:
         progress.round_started(2, 6)
         progress.step(1, 25, 0.5)
-        progress.evaluated({"b1": 0.61, "b4": 0.4})
+        progress.evaluated({"b1": 0.61, "b4": 0.4}, "exact match")
         progress.message("client 3 was rejected")
     first, second = [line for line in screen.getvalue().splitlines() if line.strip()][:2]
-    assert first.startswith("round 2/6    b1 0.610  b4 0.400")
+    assert first.startswith("round 2/6    exact match: b1 0.610  b4 0.400")
     assert second == "client 3 was rejected"
 
 
@@ -263,9 +265,9 @@ def test_resume_prints_the_table_too(invoke: Invoke, experiment: FakeExperiment)
 
 
 def test_evaluate_where_every_client_has_a_model_of_its_own(invoke: Invoke, experiment: FakeExperiment) -> None:
-    lines = [line.split() for line in invoke("evaluate", "runs/personal").stdout.splitlines()]
+    title, *lines = [line.split() for line in invoke("evaluate", "runs/personal").stdout.splitlines()]
+    assert " ".join(title) == "client own model, accuracy as received, accuracy all data, accuracy"
     assert lines == [
-        ["client", "own", "model", "as", "received", "all", "data"],
         ["client-000", "0.750", "0.250", "0.500"],
         ["client-001", "0.500", "0.000", "0.500"],
         ["mean", "0.625", "0.125", "0.500"],

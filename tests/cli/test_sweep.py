@@ -94,7 +94,7 @@ def test_a_split_that_is_asked_for_is_kept(invoke: Invoke, ranked: Ranked) -> No
     )
     assert load_config("one/rank-4/seed-0/config.yaml").evaluation.split == "test"
     assert "There are no validation scores" in result.stderr
-    assert "Line chart: test score by method.rank; best: method.rank=8" in Path("one/sweep.html").read_text()
+    assert "Line chart: test exact match by method.rank; best: method.rank=8" in Path("one/sweep.html").read_text()
 
 
 def test_a_setting_that_diverges_is_left_and_told(invoke: Invoke, ranked: Ranked) -> None:
@@ -183,7 +183,7 @@ def test_the_table_says_which_is_best_and_from_which_it_cannot_be_told(table: Sw
     assert table.split == "test"
     assert "optimistic" in " ".join(table.sentences())
     honest = replace(table, split="validation")
-    assert honest.sentences()[0].startswith("By the validation score (mean over the budgets), k=")
+    assert honest.sentences()[0].startswith("By the validation exact match (mean over the budgets), k=")
     assert "No test example had a part in the choice" in " ".join(honest.sentences())
     strong = [row[0].text for row in honest.grid().rows if row[0].strong]
     assert strong == [best.values["k"]]

@@ -243,7 +243,7 @@ def test_ctrl_c_asks_the_run_to_stop_and_a_second_one_does_not_wait(guild: Guild
     ("ends", "outcome"),
     [
         (
-            lambda progress: progress.evaluated({"large": 0.5}),
+            lambda progress: progress.evaluated({"large": 0.5}, "accuracy"),
             {"status": "done", "folder": "run", "rounds": 2, "mean": 0.5},
         ),
         (StoppedError("stopped", "Go on."), {"status": "stopped", "message": "stopped", "hint": "Go on."}),
@@ -277,7 +277,7 @@ def test_the_round_loop_leaves_its_outcome(ends, outcome, guild, monkeypatch, ca
     assert json.loads((guild.state / "outcomes" / "7.json").read_text()) == outcome
     printed = capsys.readouterr().out
     assert printed.startswith("Loading.\nRound 1 of 2.\n")
-    assert ("Scores: large 0.500." in printed) == (outcome["status"] == "done")
+    assert ("Accuracy: large 0.500." in printed) == (outcome["status"] == "done")
 
 
 PROGRAM = """

@@ -123,7 +123,7 @@ def test_written_pages_fit_a_wide_page_and_a_phone(browser, run_page, personal_p
             assert browser.value(SMALL) == 0, place
             assert browser.value(CLIPPED) == [], place
             assert browser.value(f"{SHOWN}.length") > 0 or page == index, place
-    for page, title in [(run_page, "Score"), (personal_page, "Own model"), (comparison_page, "Mean")]:
+    for page, title in [(run_page, "Exact match"), (personal_page, "Own model"), (comparison_page, "Mean")]:
         browser.open(page.as_uri())
         browser.wait_for(f"location.href === '{page.as_uri()}' && document.readyState === 'complete'")
         assert browser.value(RIGHT.format(title=title)) <= 390, "the mean is seen without scrolling"

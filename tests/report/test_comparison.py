@@ -97,7 +97,7 @@ def test_the_outcome_in_words(runs: Runs) -> None:
     lead, *others = comparison_summary(compare(runs, "fedit-ranks"))
     flame, ranks = (fmean(final(run, "b4") for run in runs[label]) for label in ("flame", "fedit-ranks"))
     assert lead.startswith(f"At the smallest budget, b4 (1 active expert), flame scores {flame:.3f} and fedit-ranks ")
-    assert f"{ranks:.3f}: +{flame - ranks:.3f}\u00a0[+0." in lead
+    assert f"{ranks:.3f} in exact match: +{flame - ranks:.3f}\u00a0[+0." in lead
     assert lead.endswith("over 3 seeds; the 95 % interval excludes 0.")
     assert others[0].startswith("Averaged over the 4 budgets the difference is +0.1")
     assert "49% of the FLOPs in training" in others[1]
@@ -122,7 +122,8 @@ def test_the_outcome_of_a_run_in_words(run: Run) -> None:
     table = run_table(run)
     lead, smallest, own = run_summary(table)
     assert own == "On their own data the clients' own models score 0.655 on average."
-    assert lead.startswith(f"After 6 rounds, flame scores {table.mean:.3f} on average over 4 budgets, up from 0.264 ")
+    scored = f"After 6 rounds, flame scores {table.mean:.3f} in exact match on average over 4 budgets"
+    assert lead.startswith(f"{scored}, up from 0.264 ")
     best, score = table.rows[0].score, table.rows[3].score
     assert smallest.startswith(f"The smallest budget, b4 (1 active expert), reaches {score:.3f}, {score / best:.0%}")
 

@@ -211,7 +211,7 @@ def test_the_figures_of_a_page_follow_its_colours(run_page: Path) -> None:
 def test_the_values_of_figures_are_tables_too(run_folder: Path, run_page: Path) -> None:
     run = load_run(run_folder)
     page = run_page.read_text()
-    assert "Test score by round" in page
+    assert "Test exact match by round" in page
     for number, score in run.curve("budget", "b4"):
         assert re.search(rf'<th scope="row">{number}</th>\s*(?:<td>[\d.]+</td>\s*){{3}}<td>{score:.3f}</td>', page)
     counts = [re.findall(r'<th scope="row">b1 · 0</th>(.*?)</tr>', page, flags=re.DOTALL)]

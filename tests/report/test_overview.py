@@ -32,7 +32,7 @@ def table(runs: dict[str, list[Run]]) -> ComparisonTable:
 def test_every_row_shows_its_own_score_and_the_header_says_so(table: ComparisonTable) -> None:
     grid = overview({"a": table, "b": table}, SCORES, "mine")
     assert grid.title == (
-        "mine: clients' models as received, on all data; fedit-ranks: global model, mean over budgets; "
+        "mine: exact match, clients' models as received, on all data; fedit-ranks: global model, mean over budgets; "
         "mean ± sample deviation over 3 seeds; differences with their 95 % interval"
     )
     ranks = table.row("fedit-ranks").spread("mean")
@@ -41,6 +41,12 @@ def test_every_row_shows_its_own_score_and_the_header_says_so(table: ComparisonT
     assert [cell.text for cell in grid.rows[1]] == ["fedit-ranks", *[f"{ranks.mean:.3f} ± {ranks.std:.3f}"] * 2]
     best = int(ranks.mean > 0.5)
     assert [row[1].strong for row in grid.rows[:2]] == [best == 0, best == 1]
+
+
+def test_columns_with_unlike_metrics_say_which_is_theirs(table: ComparisonTable) -> None:
+    grid = overview({"a": table, "b": dataclasses.replace(table, metric="accuracy")}, SCORES, "mine")
+    assert [cell.text for cell in grid.header] == ["Method", "a (exact match)", "b (accuracy)"]
+    assert grid.title.startswith("mine: clients' models")
 
 
 def test_a_difference_is_between_each_rows_own_score_seed_by_seed(table: ComparisonTable) -> None:
@@ -62,7 +68,7 @@ def test_one_column_has_an_overview_only_where_its_rows_have_unlike_scores(table
     assert adds_to({"": table}, SCORES)
     assert "mine: " not in write_tables({"": table}, alike, "mine", tmp_path).read_text()
     text = write_tables({"": table}, SCORES, "mine", tmp_path).read_text()
-    assert text.startswith("**mine: clients' models as received, on all data; fedit-ranks: global model")
+    assert text.startswith("**mine: exact match, clients' models as received, on all data; fedit-ranks: global model")
     latex = (tmp_path / "table.tex").read_text()
     assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == latex.count(r"\toprule") == 3
     assert all(text in latex for text in (r"\textbf{", r"$\pm$", r"95 \% interval"))

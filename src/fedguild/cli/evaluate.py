@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -32,14 +32,15 @@ def command(
 
     result = fedguild.evaluate(folder, round=round, split=split)
     if as_json:
-        shown = {"folder": str(folder), "split": split, "scores": dict(result.scores), "mean": result.mean}
+        shown: dict[str, Any] = {"folder": str(folder), "split": split, "metric": result.metric}
+        shown |= {"scores": dict(result.scores), "mean": result.mean}
         if result.own or result.trained or result.received or result.pooled:
             shown |= {name: dict(getattr(result, name)) for name in ("own", "trained", "received", "pooled")}
             shown |= {"summaries": dict(result.summaries), "deviations": dict(result.deviations)}
         show_json(shown)
         return
     if result.scores:
-        table = Table("budget", "score", box=None, header_style="bold", pad_edge=False)
+        table = Table("budget", result.metric, box=None, header_style="bold", pad_edge=False)
         for name, score in result.scores.items():
             table.add_row(name, f"{score:.3f}")
         table.add_row("mean", f"{result.mean:.3f}")
@@ -55,7 +56,8 @@ def command(
         if scores
     ]
     if columns:
-        table = Table("client", *(title for title, _ in columns), box=None, header_style="bold", pad_edge=False)
+        titles = [f"{title}, {result.metric}" for title, _ in columns]
+        table = Table("client", *titles, box=None, header_style="bold", pad_edge=False)
         for name in columns[0][1]:
             table.add_row(name, *(units.score(scores[name]) for _, scores in columns))
         show(table)

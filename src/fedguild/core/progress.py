@@ -21,8 +21,8 @@ class Progress(Protocol):
         """`done` of the current cohort's `total` steps are over; `loss` is its clients' mean, NaN if withheld."""
         ...
 
-    def evaluated(self, scores: Mapping[str, float]) -> None:
-        """The global model was scored: budget name -> score in [0, 1]."""
+    def evaluated(self, scores: Mapping[str, float], metric: str) -> None:
+        """The models were scored: name of a budget or of a mean over clients -> score, and what it is, in words."""
         ...
 
     def message(self, text: str) -> None:
@@ -42,7 +42,7 @@ class Silent:
     def step(self, done: int, total: int, loss: float) -> None:
         """Does nothing."""
 
-    def evaluated(self, scores: Mapping[str, float]) -> None:
+    def evaluated(self, scores: Mapping[str, float], metric: str) -> None:
         """Does nothing."""
 
     def message(self, text: str) -> None:

@@ -54,3 +54,13 @@ def metric_name(names: Iterable[str]) -> str:
     """Returns what the score of some examples is: a metric, several, or `score` where records do not say."""
     found = sorted({part for name in names for part in name.split(" and ") if part})
     return " and ".join(METRICS.get(name, name.replace("_", " ")) for name in found) or "score"
+
+
+def metric_heading(metric: str) -> str:
+    """Returns a metric, in words, as the title of a column."""
+    return metric[:1].upper() + metric[1:]
+
+
+def scores_line(scores: Mapping[str, float], metric: str) -> str:
+    """Returns scores by budget or summary as a sentence that begins with their metric."""
+    return f"{metric_heading(metric)}: {', '.join(f'{name} {score:.3f}' for name, score in scores.items())}."

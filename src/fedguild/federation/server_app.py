@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fedguild.core.errors import FedGuildError, StoppedError
 from fedguild.core.files import write_json
 from fedguild.core.layout import OUTCOMES
+from fedguild.core.score_names import scores_line
 from fedguild.federation import SERVER_FOLDER
 from fedguild.federation.flower.adapter import make_server_app
 
@@ -94,8 +95,8 @@ class _Printed:
     def step(self, done: int, total: int, loss: float) -> None:
         """Prints nothing: the steps are on the clients' machines."""
 
-    def evaluated(self, scores: Mapping[str, float]) -> None:
-        self.message("Scores: " + ", ".join(f"{name} {score:.3f}" for name, score in scores.items()) + ".")
+    def evaluated(self, scores: Mapping[str, float], metric: str) -> None:
+        self.message(scores_line(scores, metric))
 
     def message(self, text: str) -> None:
         print(text, flush=True)

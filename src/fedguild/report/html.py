@@ -320,7 +320,8 @@ def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
             "places": [(key, places[key].get(value(run), "")) for key, value in of.items()],
             "word": STATUS[run.how.word],
             "cells": [
-                *(units.score(run.score), units.score(run.before), f"{run.round}/{run.planned_rounds or '?'}"),
+                *(units.score(run.score), units.MISSING if run.score is None else run.metric, units.score(run.before)),
+                f"{run.round}/{run.planned_rounds or '?'}",
                 *(run.method, run.data, run.model),
                 units.count(run.number_of_clients) if run.number_of_clients else units.MISSING,
                 str(run.seed) if run.config else units.MISSING,
@@ -330,13 +331,13 @@ def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
         }
         for run in found
     ]
-    headings = ("Run", "Status", "Score", "Before", "Rounds", "Method", "Data", "Model", "Clients", "Seed", "Time")
+    headings = ("Run", "Status", "Score", "Metric", "Before", "Rounds", "Method", "Data", "Model", "Clients", "Seed")
     return {
         "title": folder.resolve().name,
         "count": units.count_of(len(found), "run"),
         "words": sorted(Counter(STATUS[run.how.word] for run in found).items()),
         "filters": [{"key": key, "title": key.capitalize(), "choices": known} for key, known in choices.items()],
-        "headings": headings,
+        "headings": (*headings, "Time"),
         "rows": rows,
         "pages": [
             {"kind": page.kind, "name": page.name, "place": page.place, "link": quote(f"{page.place}/{page.file}")}

@@ -35,9 +35,14 @@ def overview(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str], t
             gaps = {column: table.difference(label, shown[label], against) for column, table in tables.items()}
             texts = [Cell(units.difference(gap)) for gap in gaps.values()]
             body.append((Cell(f"{label} \u2212 {first.reference}", "paired by seed"), *texts))
-    heading = f"{title}: {_meaning(shown)}; mean ± sample deviation over {units.count_of(len(first.seeds), 'seed')}"
+    metrics = {table.metric for table in tables.values()}
+    said = f"{first.metric}, " if len(metrics) == 1 and first.metric != "score" else ""
+    heading = (
+        f"{title}: {said}{_meaning(shown)}; mean ± sample deviation over {units.count_of(len(first.seeds), 'seed')}"
+    )
     heading += "; differences with their 95 % interval" if len(first.seeds) > 1 else ""
-    header = (Cell("Method"), *(Cell(column) for column in tables))
+    several = {column: f"{column} ({table.metric})" for column, table in tables.items() if len(metrics) > 1}
+    header = (Cell("Method"), *(Cell(several.get(column, column)) for column in tables))
     return Grid(heading, header, tuple(body), frozenset(rules))
 
 

@@ -75,6 +75,7 @@ class SweepTable:
         split: The split of the score, `validation` or `test`.
         round: The last evaluated round.
         warnings: Reasons why the sweep may be unfair, one sentence each.
+        metric: What the score is, in words; `score` where that is not recorded.
     """
 
     keys: tuple[str, ...]
@@ -84,6 +85,7 @@ class SweepTable:
     seeds: tuple[int, ...]
     round: int
     warnings: tuple[str, ...]
+    metric: str = "score"
 
     @property
     def best(self) -> Setting:
@@ -112,6 +114,7 @@ class SweepTable:
         return {
             "keys": list(self.keys),
             "score": self.score,
+            "metric": self.metric,
             "split": self.split,
             "seeds": list(self.seeds),
             "round": self.round,
@@ -133,7 +136,7 @@ class SweepTable:
 
     def grid(self) -> Grid:
         """Returns settings × score and costs; the best in bold."""
-        score = f"{self.split.capitalize()} score"
+        score = f"{self.split.capitalize()} {self.metric}"
         header = [*(Cell(key) for key in self.keys), Cell(score, "mean ± sample deviation"), Cell("Seeds")]
         header += [Cell("Against the best", "95 % interval"), Cell("Upload", "per client"), Cell("Whole run")]
         body = []
@@ -153,8 +156,7 @@ class SweepTable:
     def sentences(self) -> list[str]:
         """Returns which setting is best, by which score, and how certain that is."""
         best, spread = self.best, self.spread(self.best)
-        chosen = "validation score" if self.by_validation else "test score"
-        whose = f"{chosen} ({_SCORES.get(self.score, self.score)})"
+        whose = f"{self.split} {self.metric} ({_SCORES.get(self.score, self.score)})"
         said = [f"By the {whose}, {best.title} is best: {units.score_spread(spread)}."]
         close = [one.title for one in self.settings if self.is_close(one)]
         if spread is not None and spread.count < 2:
@@ -201,10 +203,10 @@ class SweepTable:
             axes.scatter([at], [means[at]], s=110, facecolors="none", edgecolors=INK, linewidths=1.4, zorder=4)
             axes.set_xticks(places, [one.values[key] for one in self.settings])
             tilt_if_long(axes, min(6.4, width))
-            axes.set(xlabel=key, ylabel=f"{self.split} score")
+            axes.set(xlabel=key, ylabel=f"{self.split} {self.metric}")
             axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
             gridlines(axes)
-            return to_svg(figure, ids, f"Line chart: {self.split} score by {key}; best: {self.best.title}.")
+            return to_svg(figure, ids, f"Line chart: {self.split} {self.metric} by {key}; best: {self.best.title}.")
 
     def _heat_map(self, width: float) -> Svg:
         (down, across), ids = self.keys, key_at("sweep", width)
@@ -238,9 +240,9 @@ class SweepTable:
             for spine in axes.spines.values():
                 spine.set_visible(False)
             bar = figure.colorbar(image, ax=axes, shrink=0.9, location="right" if wide else "bottom")
-            bar.set_label(f"{self.split} score", color=MUTED)
+            bar.set_label(f"{self.split} {self.metric}", color=MUTED)
             bar.outline.set_visible(False)
-            about = f"Heat map: mean {self.split} score by {down} and {across}; best: {self.best.title}."
+            about = f"Heat map: mean {self.split} {self.metric} by {down} and {across}; best: {self.best.title}."
             return to_svg(figure, ids, about)
 
 
@@ -275,4 +277,4 @@ def tabulate(
         for label in runs
     )
     warnings = tuple(warning for warning in table.warnings if not warning.startswith("Budget"))
-    return SweepTable(tuple(keys), settings, name, table.split, table.seeds, table.round, warnings)
+    return SweepTable(tuple(keys), settings, name, table.split, table.seeds, table.round, warnings, table.metric)

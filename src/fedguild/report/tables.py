@@ -10,7 +10,7 @@ from typing import Any
 import pandas
 
 from fedguild.core.layout import client_name
-from fedguild.core.score_names import SUMMARIES
+from fedguild.core.score_names import SUMMARIES, metric_heading
 from fedguild.measuring.log.folder import MEANS, BudgetFacts, ClientScope, Run
 from fedguild.measuring.log.records import EvaluationRecord, RoutingRecord
 from fedguild.report import units
@@ -176,7 +176,7 @@ class RunTable:
     @property
     def heading(self) -> str:
         """The title of the column of scores."""
-        return self.metric[0].upper() + self.metric[1:]
+        return metric_heading(self.metric)
 
     def _after(self) -> str:
         scores = "scores" if self.metric == "score" else self.metric
@@ -275,7 +275,7 @@ def task_grid(run: Run) -> Grid | None:
         return None
     body = [(Cell(task), *(Cell(units.score(scored[name].by_task.get(task))) for name in names)) for task in tasks]
     return Grid(
-        f"{run.metric[0].upper()}{run.metric[1:]} by task after round {run.last_round}",
+        f"{metric_heading(run.metric)} by task after round {run.last_round}",
         (Cell("Task"), *map(Cell, names)),
         tuple(body),
     )

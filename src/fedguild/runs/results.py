@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from fedguild.core.errors import CheckpointError, ConfigError, nearest
 from fedguild.core.files import write_json
 from fedguild.core.layout import CHECKPOINTS, CONFIG, DIVERGED, STOPPED
-from fedguild.core.score_names import HEADLINES, SCOPES
+from fedguild.core.score_names import HEADLINES, SCOPES, metric_name
 from fedguild.measuring.log import folder as run_folder
 from fedguild.measuring.log.folder import FrameOf
 from fedguild.measuring.log.records import EvaluationRecord, Record
@@ -99,6 +99,7 @@ class RunResult:
         summaries: `mean`, `mtal`, `trained`, `received` and `pooled`, those that were evaluated.
         deviations: Summaries over clients -> the sample standard deviation, if there are at least two clients.
         stopped: Why a callback stopped the run; empty if none did.
+        metric: What the scores are, in words, for example `accuracy`; `score` where that is not recorded.
 
     Examples:
         >>> import fedguild
@@ -120,6 +121,7 @@ class RunResult:
     summaries: Mapping[str, float] = field(default_factory=dict)
     deviations: Mapping[str, float] = field(default_factory=dict)
     stopped: str = ""
+    metric: str = "score"
 
     def frame(self, of: FrameOf = "scores") -> pandas.DataFrame:
         """Returns what the run has recorded in all its rounds.
@@ -313,12 +315,12 @@ class Sweep:
         return self.table.best.values
 
     def frame(self) -> pandas.DataFrame:
-        """Returns a row for each setting and seed: the values by key, the seed, the score and the folder."""
+        """Returns a row for each setting and seed: values by key, the seed, the score, its metric and the folder."""
         import pandas
 
         return pandas.DataFrame(
             [
-                {**one.values, "seed": seed, "score": value, "folder": str(folder)}
+                {**one.values, "seed": seed, "score": value, "metric": self.table.metric, "folder": str(folder)}
                 for one in self.table.settings
                 for (seed, value), folder in zip(
                     one.scores(self.table.score).items(), self.runs[one.label], strict=False
@@ -446,6 +448,7 @@ def result_of(folder: Path, number: int, records: Sequence[Record], report: Path
         summaries=summaries,
         deviations=deviations,
         stopped=stopping_reason(folder),
+        metric=metric_name(record.metric for record in scored),
     )
 
 

@@ -17,6 +17,7 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.merge_ledger import MERGE, merge_version, reaches
 from fedguild.config import Config
 from fedguild.core.payload import Payload, digest_of
+from fedguild.core.score_names import metric_name
 from fedguild.data import Example
 from fedguild.data.corpora import corpus_spec
 from fedguild.engines.cohorts import MEMORY_SHARE, free_bytes
@@ -87,7 +88,8 @@ def evaluate_state(experiment: Experiment, state: Payload, number: int, split: S
     shown = {record.name: record.score for record in records if record.scope == "budget"}
     shown = shown or {record.name: record.score for record in summary if isinstance(record, EvaluationRecord)}
     if shown:
-        experiment.progress.evaluated(shown)
+        told = [record for record in [*records, *summary] if isinstance(record, EvaluationRecord)]
+        experiment.progress.evaluated(shown, metric_name(record.metric for record in told))
     return [*records, *summary]
 
 

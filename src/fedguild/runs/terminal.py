@@ -60,9 +60,9 @@ class TerminalProgress:
         shown = "" if math.isnan(loss) else f"loss {loss:.3f}"
         self._bar.update(self._task, completed=done, total=total, loss=shown)
 
-    def evaluated(self, scores: Mapping[str, float]) -> None:
+    def evaluated(self, scores: Mapping[str, float], metric: str) -> None:
         cells = "  ".join(f"{name} {score:.3f}" for name, score in scores.items())
-        self.message(f"{self._round:<12} {cells}  ({time.perf_counter() - self._started_seconds:.0f} s)")
+        self.message(f"{self._round:<12} {metric}: {cells}  ({time.perf_counter() - self._started_seconds:.0f} s)")
 
     def message(self, text: str) -> None:
         self._console.print(f"{self._title}{text}", markup=False, highlight=False, soft_wrap=True)

@@ -31,13 +31,13 @@ def test_what_is_told_is_written_and_passed_on(tmp_path: Path) -> None:
         progress.round_started(1, 3)
         progress.step(1, 2, math.nan)
         progress.step(2, 2, 0.5)
-        progress.evaluated({"b1": 0.5, "b2": math.nan})
+        progress.evaluated({"b1": 0.5, "b2": math.nan}, "accuracy")
         progress.message("Hello")
     found = events(tmp_path)
     names = ["begun", "stage", "round", "step", "step", "scores", "message", "ended"]
     assert [event["event"] for event in found] == names
     assert found[3]["loss"] is None
-    assert found[5]["scores"] == {"b1": 0.5}
+    assert (found[5]["scores"], found[5]["metric"]) == ({"b1": 0.5}, "accuracy")
     assert told == ["Hello"]
 
 

@@ -46,6 +46,7 @@ def test_a_summary_is_that_of_the_tables(runs: Path) -> None:
     own = RunSummary(runs / "personal")
     assert own.score == pytest.approx(run_table(load_run(runs / "personal")).mtal)
     assert (own.how.word, own.how.reason) == ("failed", "disk full")
+    assert (run.metric, own.metric) == ("exact match", "score")  # the personal run's log does not say
 
 
 def test_a_summary_follows_a_run(runs: Path) -> None:

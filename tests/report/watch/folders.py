@@ -59,7 +59,7 @@ def comparison(folder: Path) -> Path:
 def federation(folder: Path) -> Path:
     """Writes the folder of a federation's server with four clients, one of which is out."""
     state = folder / "state"
-    live_run(state / "run", clients=8)
+    live_run(state / "run", clients=8, own_scores=True)
     folder.joinpath("server.yaml").write_text("state: state\n")
     (state / "registered.json").write_text(json.dumps({f"client-{n:03d}": "key" for n in range(3)}))
     now = datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -97,6 +97,8 @@ def test_a_comparison_and_a_federation_have_their_tables(browser: Browser, tmp_p
         assert words == "finished 6/12 failed waiting"
         assert browser.value(CUT) == 0
         assert browser.value(RIGHT.format(title="Mean")) <= 390
+        caption = browser.value("document.querySelector('#grid caption').textContent")
+        assert caption.startswith("Each cell: the exact match so far")
         links = (
             "[...document.querySelectorAll('#grid a.written')].map((one) => one.href.split('/').slice(-3).join('/'))"
         )
@@ -112,6 +114,8 @@ def test_a_comparison_and_a_federation_have_their_tables(browser: Browser, tmp_p
         browser.wait_for("document.querySelectorAll('#client-table tbody tr').length === 8")
         text = browser.value("document.querySelectorAll('#client-table tbody tr')[3].textContent")
         assert "gone" in text
+        heads = "[...document.querySelectorAll('#client-table thead th')].map((one) => one.textContent)"
+        assert "Exact match" in browser.value(heads)
         assert "its key was revoked" in text
         assert browser.value("document.querySelector('#client-table thead').textContent").startswith(
             "ClientStateKeyConnectedLast contact"

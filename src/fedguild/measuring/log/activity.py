@@ -92,9 +92,10 @@ class NotedProgress:
             self._note("step", done=done, total=total, loss=loss if math.isfinite(loss) else None)
         self._progress.step(done, total, loss)
 
-    def evaluated(self, scores: Mapping[str, float]) -> None:
-        self._note("scores", scores={name: score for name, score in scores.items() if math.isfinite(score)})
-        self._progress.evaluated(scores)
+    def evaluated(self, scores: Mapping[str, float], metric: str) -> None:
+        finite = {name: score for name, score in scores.items() if math.isfinite(score)}
+        self._note("scores", scores=finite, metric=metric)
+        self._progress.evaluated(scores, metric)
 
     def message(self, text: str) -> None:
         self._note("message", text=text)

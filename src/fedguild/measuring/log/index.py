@@ -12,7 +12,7 @@ from typing import Any
 
 from fedguild.core.layout import CONFIG
 from fedguild.core.locking import HOLDER
-from fedguild.core.score_names import HEADLINES, Scope
+from fedguild.core.score_names import HEADLINES, Scope, metric_name
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.measuring.log.folder import FollowedRun
 from fedguild.measuring.log.records import EvaluationRecord, Record, RoundRecord, RunLog
@@ -35,6 +35,7 @@ class RunSummary(FollowedRun):
         round: The last complete round.
         score: The last score: the mean over the budgets, or over the clients; None before the first.
         before: The score before training.
+        metric: What the score is, in words; `score` before the first and where that is not recorded.
         seconds: Wall time of its complete rounds.
     """
 
@@ -43,9 +44,11 @@ class RunSummary(FollowedRun):
         self.how, self.round, self.seconds, self.has_report = Standing("waiting"), 0, 0.0, False
         self.score: float | None = None
         self.before: float | None = None
+        self.metric = metric_name(())
         self._stamp: tuple[Any, ...] | None = None
         self._by_round: dict[int, float] = {}
         self._scores: dict[tuple[Scope, str, str], dict[int, float]] = {}
+        self._metrics: set[str] = set()
         self.refresh()
 
     def refresh(self) -> bool:
@@ -59,7 +62,7 @@ class RunSummary(FollowedRun):
         while True:
             records, began = self.records.read()
             if began:
-                self._scores, self._by_round = {}, {}
+                self._scores, self._by_round, self._metrics = {}, {}, set()
             for record in records:
                 self._take(record)
             if not records:
@@ -69,12 +72,14 @@ class RunSummary(FollowedRun):
         self.round, self.seconds = max(self._by_round, default=0), sum(self._by_round.values())
         self.how = standing(self.folder, ActivityLog(self.folder).last_ending(), self.round, self.planned_rounds)
         self.score, self.before = self._headline()
+        self.metric = metric_name(self._metrics)
         self.has_report = (self.folder / REPORT_FILE).is_file()
         return True
 
     def to_json(self) -> dict[str, Any]:
         return {
             **{name: getattr(self, name) for name in ("name", "method", "model", "data", "round", "score", "before")},
+            "metric": self.metric,
             "clients": self.number_of_clients,
             "seed": self.seed if self.config else None,
             "rounds": self.planned_rounds,
@@ -89,6 +94,7 @@ class RunSummary(FollowedRun):
             self._by_round[record.round] = record.seconds
         elif record.kind == "evaluation" and record.scope in ("summary", "budget") and math.isfinite(record.score):
             self._scores.setdefault((record.scope, record.name, record.split), {})[record.round] = record.score
+            self._metrics.add(record.metric)
 
     def _headline(self) -> tuple[float | None, float | None]:
         """Returns the last score and that before training, of the first mean that was recorded."""

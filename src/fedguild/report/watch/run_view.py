@@ -14,7 +14,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from fedguild.core.layout import client_index
-from fedguild.core.score_names import metric_name
+from fedguild.core.score_names import metric_name, scores_line
 from fedguild.core.tail import Tail
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.measuring.log.folder import FollowedRun
@@ -336,8 +336,7 @@ class RunView(FollowedRun):
         self._now.phase = event["phase"]
 
     def _on_scores(self, event: Mapping[str, Any], at: float) -> None:
-        cells = ", ".join(f"{name} {score:.3f}" for name, score in event["scores"].items())
-        self._say(at, f"Scores: {cells}.", "scores")
+        self._say(at, scores_line(event["scores"], event.get("metric", "score")), "scores")
 
     def _on_message(self, event: Mapping[str, Any], at: float) -> None:
         self._say(at, event["text"], "message")

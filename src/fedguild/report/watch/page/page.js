@@ -325,9 +325,9 @@ function showClients() {
   view.page = Math.min(view.page, last);
   const start = view.page * view.size, shown = rows.slice(start, start + view.size);
   const columns = [["Budget", (row) => row.budget || missing], ["Rounds", (row) => String(row.rounds || 0)], ["Loss", (row) => (row.loss === undefined ? missing : row.loss.toFixed(3))],
-    ["Score", (row) => score(row.score)], ["Sent", (row) => si(row.upload_bytes, "B")], ["Received", (row) => si(row.download_bytes, "B")],
+    [metricTitle(), (row) => score(row.score)], ["Sent", (row) => si(row.upload_bytes, "B")], ["Received", (row) => si(row.download_bytes, "B")],
     ["Training", (row) => si(row.training_flops, "FLOP")], ["Memory", (row) => si(row.peak_memory_bytes, "B")], ["Time", (row) => duration(row.seconds)], ["Not aggregated", (row) => String(row.rejected || 0)]];
-  const used = columns.filter(([title]) => !((title === "Score" && !everyone.some(([, row]) => row.score !== undefined))));
+  const used = columns.filter(([title]) => title !== metricTitle() || everyone.some(([, row]) => row.score !== undefined));
   if (everyone.some(([, row]) => row.epsilon !== undefined)) used.push(["ε", (row) => (row.epsilon === undefined ? missing : row.epsilon.toFixed(2))]);
   if (federation) used.splice(0, 0, ["Key", (row) => row.key || missing], ["Connected", (row) => (row.online === undefined ? missing : row.online ? "yes" : "no")], ["Last contact", (row) => ago(row.contact)]);
   const head = make("tr", {}, make("th", { scope: "col" }, "Client"), make("th", { scope: "col", class: "text" }, "State"), ...used.map(([title]) => make("th", { scope: "col" }, title)));
@@ -431,7 +431,13 @@ function comparison(holder, facts, runs) {
         return make("td", { class: "cells" }, ...(found ? cell(...found) : [missing]));
       })));
   });
-  box.replaceChildren(make("table", { class: "numbers" }, captioned("Each cell: the score so far, and how far the run is. A cell leads to its run."), make("thead", {}, ...head), make("tbody", {}, ...body)));
+  box.replaceChildren(make("table", { class: "numbers" }, captioned(`Each cell: the ${metricOf(runs)} so far, and how far the run is. A cell leads to its run.`), make("thead", {}, ...head), make("tbody", {}, ...body)));
+}
+
+// What the runs' scores are: their metric, or `score` if they have several.
+function metricOf(runs) {
+  const known = [...new Set(runs.filter(([, run]) => run.score !== null).map(([, run]) => run.metric))];
+  return known.length === 1 ? known[0] : "score";
 }
 
 function index(holder, runs) {
@@ -450,9 +456,9 @@ function index(holder, runs) {
   }
   const chosen = [...box.querySelectorAll("select")].filter((select) => select.value), wanted = box.querySelector("input").value.trim().toLowerCase();
   const shown = runs.filter(([, run]) => chosen.every((select) => run[select.dataset.key] === select.value) && (!wanted || `${run.name} ${run.place}`.toLowerCase().includes(wanted)));
-  const heads = ["Run", "Status", "Score", "Before", "Rounds", "Method", "Data", "Model", "Clients", "Seed", "Time"];
+  const heads = ["Run", "Status", "Score", "Metric", "Before", "Rounds", "Method", "Data", "Model", "Clients", "Seed", "Time"];
   const body = shown.map(([number, run]) => make("tr", { class: `word-${run.word}` }, make("th", { scope: "row" }, make("a", { href: `${base}run/${number}/` }, run.name), make("small", {}, run.place, ...(run.has_report ? [" · ", make("a", { href: `${base}run/${number}/report` }, "report")] : []))),
-    make("td", { class: "word", title: run.reason }, words[run.word].toLowerCase()), make("td", { class: "strong" }, score(run.score)), make("td", {}, score(run.before)), make("td", {}, `${run.round}/${run.rounds || "?"}`),
+    make("td", { class: "word", title: run.reason }, words[run.word].toLowerCase()), make("td", { class: "strong" }, score(run.score)), make("td", {}, run.score === null ? missing : run.metric), make("td", {}, score(run.before)), make("td", {}, `${run.round}/${run.rounds || "?"}`),
     ...[run.method, run.data, run.model].map((value) => make("td", {}, value || missing)), make("td", {}, run.clients ? count(run.clients) : missing), make("td", {}, run.seed === null ? missing : String(run.seed)), make("td", {}, duration(run.seconds))));
   box.lastElementChild.replaceChildren(make("table", { class: "numbers wide runs" }, captioned(`${count(shown.length)} of ${countOf(runs.length, "run")}`), make("thead", {}, make("tr", {}, ...heads.map((title) => make("th", { scope: "col" }, title)))), make("tbody", {}, ...body)));
 }
