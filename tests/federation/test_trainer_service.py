@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from fedguild.core.codec import encode
 from fedguild.core.payload import Payload
 from fedguild.core.seeding import torch_rng
 from fedguild.engines.client_report import ClientReport
+from fedguild.federation import trainer_service
 from fedguild.federation.flower.engine import read_payload
 from fedguild.federation.flower.message import Message
 from fedguild.federation.schema import MessageKind
@@ -202,6 +204,33 @@ def test_so_many_runs_begin_in_a_day_and_no_more(config: Config, tmp_path: Path)
     yesterday = time.time() - 90_000
     os.utime(trainer.work / "runs" / runs[0] / "fingerprint", (yesterday, yesterday))
     assert not trainer.handle(Message("hello", runs[2], metadata=run_metadata(config))).failure
+
+
+def test_a_flood_of_questions_who_a_site_is_costs_it_nothing(config, tmp_path, monkeypatch):
+    """Each made a session anew, where two runs take turns, and a line in two logs."""
+    trainer = trainers_of(config, tmp_path, [{}, {"accept": {"hellos_per_hour": 4}}, {}])[1]
+    runs = [f"{number % 2:032x}" for number in range(40)]
+    requests = [Message("hello", run, metadata=run_metadata(config)) for run in runs]
+    sessions: list[str] = []
+    new = trainer._new_session
+    monkeypatch.setattr(trainer, "_new_session", lambda run, config: sessions.append(run) or new(run, config))
+    failures = [trainer.handle(request).failure for request in requests]
+    assert failures == ["", "", "", "", *[failures[-1]] * 36]
+    assert "4 times within an hour (accept.hellos_per_hour)" in failures[-1]
+    assert (len(sessions), len((trainer.work / "activity.jsonl").read_text().splitlines())) == (4, 4)
+    trainer._hellos = deque(asked - 3600 for asked in trainer._hellos)
+    assert not trainer.handle(requests[0]).failure
+
+
+def test_the_log_of_a_sites_requests_does_not_grow_for_ever(config, trainer, monkeypatch):
+    monkeypatch.setattr(trainer_service, "LOG_BYTES", 4000)
+    strange = Message("train", RUN, 1, 0, metadata=run_metadata(config))
+    sizes = []
+    for number in range(60):
+        trainer.handle(replace(strange, round=number))
+        sizes.append((trainer.work / "activity.jsonl").stat().st_size)
+    assert max(sizes) <= 4000
+    assert [json.loads(line)["round"] for line in (trainer.work / "activity.jsonl").open()][-10:] == [*range(50, 60)]
 
 
 @pytest.mark.parametrize("kind", ["train", "score", "deliver"])

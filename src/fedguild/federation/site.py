@@ -114,6 +114,12 @@ class AcceptSettings(Section):
         ge=1,
         description="Maximum number of runs that may begin at this site within a day; null: no limit.",
     )
+    hellos_per_hour: int | None = Field(
+        default=600,
+        ge=1,
+        description="How often within an hour the server may ask who this site is, for whatever run; null: no limit. A "
+        "server asks twice a minute at most.",
+    )
     max_clients: int | None = Field(
         default=10_000, ge=1, description="Maximum `federation.clients` of a run; null: no limit."
     )

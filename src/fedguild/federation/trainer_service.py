@@ -9,6 +9,7 @@ import secrets
 import sys
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -101,6 +102,8 @@ SECURE_LIMIT = "the limit where uploads are summed (accept.repeat_sessions lifts
 """What limits the trainings of a round of a run that aggregates securely."""
 RUN_NAME = re.compile(r"[0-9a-f]{32}")
 """Identity of a run, which is also the name of its folder on a client's machine."""
+LOG_BYTES = 16 * 2**20
+"""Largest log of a site's requests; its older half is then removed."""
 SCORES = "scores"
 """What `federation.secure_disclose` and `accept.disclose` call the scores of a client's own model."""
 WITHHELD = "it failed; the reason is in its site's log, as it may tell of the site's data"
@@ -148,6 +151,7 @@ class TrainerService:
         self._backbone: Backbone | None = None
         self._data: PreparedData | None = None
         self._sessions: dict[tuple[str, str], _Session] = {}
+        self._hellos: deque[float] = deque()
         self._handlers: dict[MessageKind, Callable[[Message], Message]] = {
             "hello": self._hello,
             "train": self._train,
@@ -157,11 +161,16 @@ class TrainerService:
         }
 
     def handle(self, message: Message) -> Message:
-        """Returns the reply to a request; an error becomes its `failure`, and the service continues."""
+        """Returns the reply to a request; an error becomes its `failure`, and the service continues.
+
+        A `hello` beyond `accept.hellos_per_hour` costs nothing: it is neither looked at nor written down.
+        """
         started = time.monotonic()
+        if message.kind == "hello" and (refusal := self._hello_refusal(started)):
+            return message.reply(failure=REFUSED + refusal)
         reply = self._reply(message)
         make_folder(self.work)
-        ActivityLog(self.work).append(
+        ActivityLog(self.work, LOG_BYTES).append(
             "request",
             kind=message.kind,
             run=message.run,
@@ -172,6 +181,19 @@ class TrainerService:
             sent_bytes=len(reply.body),
         )
         return reply
+
+    def _hello_refusal(self, now: float) -> str:
+        """Counts a `hello`; returns why it is one too many, empty if it is not."""
+        most = self.policy.hellos_per_hour
+        while self._hellos and self._hellos[0] <= now - 3600:
+            self._hellos.popleft()
+        if most is not None and len(self._hellos) >= most:
+            return f"it was asked who it is {most} times within an hour (accept.hellos_per_hour)"
+        if most is not None:
+            self._hellos.append(now)
+            if len(self._hellos) == most:
+                print(f"The server asked {most} times within an hour who this site is.", file=sys.stderr, flush=True)
+        return ""
 
     def _reply(self, message: Message) -> Message:
         print(f"{message.kind}, round {message.round}.", flush=True)

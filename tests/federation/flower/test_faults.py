@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -32,13 +33,14 @@ class Clock:
     """A clock that advances only while somebody sleeps."""
 
     def __init__(self) -> None:
-        self.now = 0.0
+        self.now, self.ends = 0.0, math.inf
 
     def monotonic(self) -> float:
         return self.now
 
     def sleep(self, seconds: float) -> None:
         self.now += max(seconds, 0.125)
+        assert self.now < self.ends, "somebody waits for ever"
 
 
 @pytest.fixture(autouse=True)
@@ -424,6 +426,90 @@ def test_a_client_that_says_nothing_does_not_hold_up_a_round_for_ever(config, tm
     says(first.rejected[0].reason, "did not answer within 6")
     assert 60.0 <= clock.now < 90.0
     assert not second.rejected
+
+
+def silent_from(grid: LoopbackGrid, round: int) -> None:
+    """The last client answers neither tasks nor questions."""
+    answered = last(grid).handle
+    last(grid).handle = lambda message: None if message.round >= round else answered(message)
+
+
+def answers_hello_alone(grid: LoopbackGrid, round: int) -> None:
+    """As one does whose machine was restarted and lost its task."""
+    change_replies(last(grid), tuple(range(round, 99)), lambda reply: None)
+
+
+@pytest.mark.parametrize(("attack", "waits"), [(silent_from, 60.0), (answers_hello_alone, 30.0)])
+def test_a_client_that_is_always_late_is_waited_for_less_and_less(attack, waits, config, tmp_path, clock):
+    """In rounds 1, 2, 3, 5, 8 and 13 of 16: the wait grows with the logarithm of the rounds; nor is it sent more."""
+    longer = changed(config, "federation", rounds=16)
+    grid, _ = federation(longer, tmp_path)
+    attack(grid, 1)
+    sent = kinds_sent(last(grid))
+    serve_on(grid, longer, tmp_path, patience_seconds=60.0)
+    rounds = rounds_of(tmp_path)
+    assert [rejection.client for record in rounds for rejection in record.rejected] == [2] * 16
+    says(rounds[3].rejected[0].reason, "it held up the others 3 times and is waited for again in 1 round")
+    assert 6 * waits <= clock.now < 8 * waits, "16 waits before"
+    assert sent.count("train") == 6, "what it is sent stays in Flower's database"
+
+
+def test_a_client_that_was_late_and_is_back_takes_part_as_before(config: Config, tmp_path: Path, clock: Clock) -> None:
+    longer = changed(config, "federation", rounds=7)
+    grid, _ = federation(longer, tmp_path)
+    change_replies(grid.nodes[100], (1, 6), lambda reply: grid.withheld.symmetric_difference_update({102}) or reply)
+    change_replies(grid.nodes[100], (4,), lambda reply: grid.withheld.clear() or reply)
+    serve_on(grid, longer, tmp_path, patience_seconds=60.0)
+    assert [len(record.rejected) for record in rounds_of(tmp_path)] == [1, 1, 1, 1, 0, 1, 1]
+
+
+def test_a_late_client_is_asked_in_a_round_that_needs_it(config: Config, tmp_path: Path, clock: Clock) -> None:
+    """Whoever is left must be more than half, and a quorum: with two of three silent the third decides alone."""
+    hasty = changed(config, "federation", rounds=6, deadline_seconds=30.0, quorum=0.3)
+    trainers = trainers_of(hasty, tmp_path, [{"accept": {"min_clients": 1}}] * 3)
+    grid = grid_of(trainers)
+    for node in (101, 102):
+        change_replies(grid.nodes[node], tuple(range(1, 7)), lambda reply: None)
+    serve_on(grid, hasty, tmp_path)
+    assert clock.now >= 6 * 30.0
+
+
+def test_a_client_that_fails_is_asked_again_and_says_nothing(config, tmp_path, clock):
+    """A second attempt, of which most clients are not a part, has the patience of the first."""
+    retrying = changed(config, "federation", rounds=1, retries=1)
+    grid, trainers = federation(retrying, tmp_path)
+    asked: list[Message] = []
+
+    def fails_once(message: Message) -> Message | None:
+        asked.append(message)
+        if message.round == 0:
+            return trainers[2].handle(message)
+        return message.reply(failure="busy") if len(asked) == 2 else None
+
+    last(grid).handle = fails_once
+    clock.ends = 1000.0
+    serve_on(grid, retrying, tmp_path, patience_seconds=60.0)
+    says(rounds_of(tmp_path)[0].rejected[0].reason, "did not answer within 6")
+
+
+def kinds_sent(node: LoopbackNode) -> list[str]:
+    """Returns a list to which the kinds of the requests of a node will be added."""
+    kinds: list[str] = []
+    honest = node.handle
+    node.handle = lambda message: kinds.append(message.kind) or honest(message)
+    return kinds
+
+
+def test_a_client_that_never_gives_scores_is_asked_for_them_less_and_less(config, tmp_path, clock):
+    longer = changed(changed(config, "federation", rounds=15), "evaluation", every=1)
+    grid, _ = federation(longer, tmp_path)
+    change_answers(last(grid), "score", lambda reply: None)
+    sent = kinds_sent(last(grid))
+    lines = Lines()
+    serve_on(grid, longer, tmp_path, lines, server_evaluation=False, patience_seconds=60.0)
+    assert lines.says("client 2 has no scores: it held up the others 3 times")
+    assert sent.count("score") == 6
+    assert clock.now < 60.0 * 8, "16 or more evaluations waited 60 s each before"
 
 
 def test_one_client_that_answers_at_once_does_not_shut_out_those_that_train(config, tmp_path, clock):

@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -151,6 +152,21 @@ def test_a_client_that_stops_between_two_steps_is_left_out(guild):
     assert (session["round"], session["members"], session["left"]) == (1, [0, 1, 2, 3], [0, 1, 3])
     assert (session["dropped"], session["threshold"]) == ({"2": "its machine stopped"}, 3)
     assert "failed" not in session
+
+
+def test_a_client_that_is_always_late_in_a_session_is_waited_for_less_and_less(guild, monkeypatch):
+    """It trains in time, and never answers the first step, which the others wait for in rounds 1, 2, 3, 5 and 8."""
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
+    clock.sleep = lambda seconds: vars(clock).update(now=clock.now + max(seconds, 0.125))
+    for module in ("engine", "client_registry"):
+        monkeypatch.setattr(f"fedguild.federation.flower.{module}.time", clock)
+    four = guild("federation.rounds=8", "evaluation.every=99", "evaluation.eval_on_start=false")
+    grid = grid_of(four.trainers)
+    handle = grid.nodes[103].handle
+    grid.nodes[103].handle = lambda message: None if message.kind == "secure" else handle(message)
+    serve_on(grid, four.config, four.folder / "server", four.lines, secure_seconds=100.0)
+    assert 500.0 <= clock.now < 600.0, "800 s before"
+    assert four.lines.says("client 3 was rejected", "it held up the others 3 times")
 
 
 def test_a_session_that_fails_is_in_the_audit_log_too(guild):

@@ -21,12 +21,13 @@ from fedguild.core.layout import client_name
 from fedguild.core.payload import Payload
 from fedguild.core.text import printable
 from fedguild.federation.flower.client_registry import HELLO_BYTES, POLL_SECONDS, ClientRegistry
+from fedguild.federation.flower.lateness import Lateness
 from fedguild.federation.flower.message import Message
 from fedguild.federation.flower.replies import Abandoned, UploadStore, training_report
 from fedguild.federation.flower.transport import NoReply, Transport
 from fedguild.federation.schema import HEADER_BYTES, REFUSED, MessageKind
 from fedguild.model.info import ModelInfo
-from fedguild.privacy.secure_sum.session import Session, Step
+from fedguild.privacy.secure_sum.session import STEPS, Session, Step
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, not_needed, too_late
 from fedguild.server.guard import KEY_REVOKED
 from fedguild.server.method import Method
@@ -48,6 +49,7 @@ SILENCE_SECONDS = 30.0
 TTL_SECONDS = 7 * 86400.0
 """Lifetime of a task and its reply in Flower."""
 NOT_CONNECTED = "it is not connected"
+LOST_ITS_TASK = "it lost its task: it was restarted during the training"
 LARGEST_ANSWER: Mapping[MessageKind, int] = {
     "hello": HELLO_BYTES,
     "score": HEADER_BYTES,
@@ -65,11 +67,32 @@ LATE_ROUNDS = 1
 
 @dataclass(frozen=True)
 class _Reply:
-    """The outcome of a task: an upload on disk with its metadata, or the reason for its absence."""
+    """The outcome of a task: an upload on disk with its metadata, or the reason for its absence.
+
+    Attributes:
+        held_up: Whether the others had to wait for it.
+    """
 
     upload: Path | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
     failure: str = ""
+    held_up: bool = False
+
+
+@dataclass
+class _Attempts:
+    """What the attempts of one round have brought.
+
+    Attributes:
+        asked: How many clients the first one asked.
+        delivered: Those that have delivered.
+        enough_seconds: The time until enough had delivered; None as long as they have not.
+    """
+
+    round: int = -1
+    asked: int = 0
+    delivered: set[int] = field(default_factory=set)
+    enough_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -94,9 +117,9 @@ class Patience:
         """
         return max(self.quorum, asked // 2 + 1)
 
-    def deadline(self, started: float, now: float) -> float:
-        """Returns the time at which the wait ends, if enough have delivered `now`."""
-        return now + max(self.least_seconds, self.factor * (now - started))
+    def wait_seconds(self, took_seconds: float) -> float:
+        """Returns how long the others have, if enough have taken so long to deliver."""
+        return max(self.least_seconds, self.factor * took_seconds)
 
 
 class FlowerEngine:
@@ -151,7 +174,12 @@ class FlowerEngine:
         self._abandoned = Abandoned(transport)
         self._replies: dict[tuple[int, int], _Reply] = {}
         self._succeeded: set[int] = set()
+        self._yielded: set[int] = set()
         self._refusals: dict[int, str] = {}
+        self._attempts = _Attempts()
+        self._late_in_training, self._late_in_steps, self._late_with_scores = Lateness(), Lateness(), Lateness()
+        self._not_waited_for: dict[int, str] = {}
+        self._owing: set[int] = set()
         self._late: list[tuple[Task, _Reply]] = []
         self._schema_of: Callable[[Task], Schema] | None = None
         self._limits: dict[str, int] = {}
@@ -173,30 +201,53 @@ class FlowerEngine:
         yield from self._late_deliveries(method, model, round)
         for probe in self._probes.values():
             self._abandoned.add(probe)
-        self._probes, self._succeeded, self._unsent, self._refusals = {}, set(), {}, {}
+        self._probes, self._unsent, self._refusals = {}, {}, {}
+        self._succeeded, self._yielded = set(), set()
         if self.secure:
             self._allow_secure_answers(tasks)
+        self._begin_attempt(tasks, terms)
         for task in tasks:
             self._send(task)
         self._require_willing(tasks, terms)
         deadline = None if terms.deadline_seconds is None else started + terms.deadline_seconds
-        lost_patience: float | None = None
-        probed = started
+        patience, probed = self.patience, started
         for task in tasks:
-            while not self._is_settled(task, terms, deadline):
+            while not self._is_settled(task, tasks, terms, deadline):
                 self.registry.between_polls()
                 self._receive(round)
                 self._require_willing(tasks, terms)
-                patience, delivered = self.patience, len(self._succeeded)
-                if patience is not None and lost_patience is None and delivered >= patience.enough(len(tasks)):
-                    lost_patience = patience.deadline(started, time.monotonic())
-                    deadline = lost_patience if deadline is None else min(deadline, lost_patience)
+                took = self._enough_seconds(terms, started)
+                if patience is not None and took is not None:
+                    ends, patience = time.monotonic() + patience.wait_seconds(took), None
+                    deadline = ends if deadline is None else min(deadline, ends)
                 if time.monotonic() - probed > self.silence_seconds:
                     probed = time.monotonic()
                     self._probe_silent_clients(tasks)
-                time.sleep(0.0 if self._is_settled(task, terms, deadline) else self.poll_seconds)
+                time.sleep(0.0 if self._is_settled(task, tasks, terms, deadline) else self.poll_seconds)
             yield self._delivery(method, model, task, terms, time.monotonic() - started)
         yield from self._late_deliveries(method, model, round)
+
+    def _begin_attempt(self, tasks: Sequence[Task], terms: Wait) -> None:
+        """Decides who is waited for: not those who hold up the others again and again, if enough are left."""
+        if self._attempts.round != tasks[0].round:
+            self._attempts = _Attempts(tasks[0].round, len(tasks))
+            self._late_in_training.next_turn()
+            self._late_in_steps.next_turn()
+        late: dict[int, str] = {}
+        for each in (self._late_in_training, self._late_in_steps):
+            late |= {i: each.reason(i) for task in tasks if not each.is_waited_for(i := task.client.index)}
+        others = {task.client.index for task in tasks} - late.keys()
+        enough = len(others) >= terms.needed and len(self._attempts.delivered | others) > self._attempts.asked // 2
+        self._not_waited_for = late if enough else {}
+
+    def _enough_seconds(self, terms: Wait, started: float) -> float | None:
+        """Returns how long it took until enough clients of a round had delivered; None if they have not."""
+        attempts, now = self._attempts, time.monotonic()
+        if attempts.enough_seconds is None and len(self._succeeded) >= terms.needed:
+            least = 0 if self.patience is None else self.patience.enough(attempts.asked)
+            if len(attempts.delivered) >= max(least, attempts.asked // 2 + 1):
+                attempts.enough_seconds = now - started
+        return attempts.enough_seconds
 
     def expect_absent(self, clients: Collection[int]) -> None:
         """Does not wait for these clients, which were waited for already, until they have been seen."""
@@ -216,14 +267,29 @@ class FlowerEngine:
         """Sends every registered client a request outside of training; returns client index -> reply.
 
         A client that is not connected, or does not reply in time, gets a reply with a failure. Once most clients have
-        replied, the others are waited for as in training (`patience`).
+        replied, the others are waited for as in training (`patience`), and those who are late again and again are not
+        asked for scores in some rounds.
 
         Args:
             body_of: Client index -> the request's body; called when it is sent, and not kept.
             wait_seconds: How long to wait for the replies.
             metadata: The request's metadata, in addition to the run's config.
         """
-        return self._ask(self.registry.clients, kind, round, body_of, wait_seconds, metadata, self.patience)
+        clients, lateness = list(self.registry.clients), self._late_with_scores if kind == "score" else Lateness()
+        lateness.next_turn()
+        late = [client for client in clients if not lateness.is_waited_for(client)]
+        asked, replies = set(clients), dict[int, Message]()
+        if self.patience is not None and len(clients) - len(late) >= self.patience.enough(len(clients)):
+            asked -= set(late)
+            request = Message(kind, self.registry.run, round)
+            replies = {
+                client: replace(request, client=client).reply(failure=lateness.reason(client)) for client in late
+            }
+        replies |= self._ask(asked, kind, round, body_of, wait_seconds, metadata, self.patience, lateness)
+        for client in asked:
+            if not replies[client].failure:
+                lateness.note(client, late=False)
+        return dict(sorted(replies.items()))
 
     @property
     def registered(self) -> Mapping[int, PublicKey]:
@@ -241,9 +307,12 @@ class FlowerEngine:
             lambda client: encode(requests[client]),
             self.step_seconds,
             {"session": asdict(session), "step": step},
+            lateness=self._late_in_steps,
         )
         answers: dict[int, Payload | str] = {}
         for client, reply in replies.items():
+            if step == STEPS[-1] and not reply.failure:
+                self._late_in_steps.note(client, late=False)
             try:
                 if not reply.failure:
                     check_size(len(reply.body), self.limit_bytes, client=client_name(client))
@@ -263,8 +332,14 @@ class FlowerEngine:
         wait_seconds: float,
         metadata: Mapping[str, Any],
         patience: Patience | None = None,
+        lateness: Lateness | None = None,
     ) -> dict[int, Message]:
-        """Sends some clients a request; the arguments are those of `ask`, and how long to wait for the slowest."""
+        """Sends some clients a request.
+
+        Args:
+            patience: How long to wait for the slowest; the arguments before it are those of `ask`.
+            lateness: Receives those who did not answer in time.
+        """
         replies: dict[int, Message] = {}
         pending: dict[str, Message] = {}
         for client in sorted(clients):
@@ -292,7 +367,8 @@ class FlowerEngine:
                         self._tell(round, request.client, failure)
                     answered += not replies[request.client].failure
             if patience is not None and answered >= patience.enough(asked):
-                ends, patience = patience.deadline(started, time.monotonic()), None
+                now = time.monotonic()
+                ends, patience = now + patience.wait_seconds(now - started), None
                 if ends < deadline:
                     deadline = ends
                     late = f"did not answer within {deadline - started:.0f} s, when most others had"
@@ -300,17 +376,27 @@ class FlowerEngine:
         for message_id, request in pending.items():
             self._abandoned.add(message_id)
             replies[request.client] = request.reply(failure=late)
+            if lateness is not None:
+                lateness.note(request.client, late=True)
         for client, reply in replies.items():  # also of one that answered before it was revoked
             if not reply.failure and self.registry.is_revoked(client):
                 replies[client] = reply.reply(failure=KEY_REVOKED)
         return dict(sorted(replies.items()))
 
     def _send(self, task: Task) -> None:
-        """Sends a task, or records why it cannot be sent; skips it if an earlier attempt has succeeded meanwhile."""
+        """Sends a task, or records why it cannot be sent; skips it if an earlier attempt has succeeded meanwhile.
+
+        A client that is not waited for is sent nothing while it owes an answer, so what waits for it in Flower's
+        database does not grow.
+        """
         index = task.client.index
         earlier = self._replies.pop((task.round, index), None)
         if earlier is not None and not earlier.failure:
             self._record(task, earlier, task.round)
+            return
+        late = self._not_waited_for.get(index)
+        if late is not None and (index in self._owing or not self._late_in_steps.is_waited_for(index)):
+            self._replies[(task.round, index)] = _Reply(failure=late)
             return
         node = self.registry.node_of(index)
         if node is None:
@@ -373,10 +459,11 @@ class FlowerEngine:
             self._replies[(task.round, index)], self._refusals[index] = _Reply(failure=reason), reason
             return
         _, deadline = self._unsent.setdefault(index, (task, now + self.reconnect_seconds))
-        if now >= deadline or index in self._absent:
+        if now >= deadline or index in self._absent or index in self._not_waited_for:
             del self._unsent[index]
             self._absent.add(index)
-            self._replies[(task.round, index)] = _Reply(failure=NOT_CONNECTED)
+            held_up = self._attempts.enough_seconds is not None
+            self._replies[(task.round, index)] = _Reply(failure=NOT_CONNECTED, held_up=held_up)
 
     def _receive(self, round: int) -> None:
         """Sends postponed tasks and records the replies that have arrived."""
@@ -389,13 +476,14 @@ class FlowerEngine:
             reply = self.transport.poll(message_id, self._limits.get(message_id))
             if reply is not None:
                 del self._pending[message_id]
+                self._owing.discard(task.client.index)
                 self._record(task, self._store(task, reply), round)
             elif task.round < round - LATE_ROUNDS:
                 self._give_up(message_id)
             elif task.round == round and task.client.index in restarted:
                 self._give_up(message_id)
-                lost = _Reply(failure="it lost its task: it was restarted during the training")
-                self._record(task, lost, round)
+                self._owing.add(task.client.index)
+                self._record(task, _Reply(failure=LOST_ITS_TASK), round)
         for client in restarted:
             del self._probes[client]
         self._limits = {message_id: limit for message_id, limit in self._limits.items() if message_id in self._pending}
@@ -412,9 +500,10 @@ class FlowerEngine:
         if task.round == round:
             earlier = self._replies.get(key)
             if earlier is None or earlier.failure:
-                self._replies[key] = reply
+                self._replies[key] = replace(reply, held_up=self._attempts.enough_seconds is not None)
             if not reply.failure:
                 self._succeeded.add(task.client.index)
+                self._attempts.delivered.add(task.client.index)
             elif reply.failure.startswith(REFUSED):
                 self._refusals[task.client.index] = printable(reply.failure)
                 self._tell(round, task.client.index, reply.failure)
@@ -462,13 +551,19 @@ class FlowerEngine:
             return _Reply(failure=error.message)
         return _Reply(self._uploads.put(task.round, task.client.index, reply.body), reply.metadata)
 
-    def _is_settled(self, task: Task, terms: Wait, deadline: float | None) -> bool:
+    def _is_settled(self, task: Task, tasks: Sequence[Task], terms: Wait, deadline: float | None) -> bool:
         """Whether a task's delivery can be yielded without waiting any longer."""
         if (task.round, task.client.index) in self._replies:
             return True
         if terms.enough is not None and len(self._succeeded) >= terms.enough:
             return True
-        return deadline is not None and time.monotonic() >= deadline
+        if deadline is not None and time.monotonic() >= deadline:
+            return True
+        late = self._not_waited_for
+        others = (each.client.index for each in tasks if each.client.index not in late)
+        return task.client.index in late and all(
+            other in self._yielded or (task.round, other) in self._replies for other in others
+        )
 
     def _probe_silent_clients(self, tasks: Sequence[Task]) -> None:
         """Sends a `hello` to the clients that owe a reply: one that answers it first no longer has its task."""
@@ -484,12 +579,20 @@ class FlowerEngine:
                     self._probes[client] = self.transport.send(node, request, ttl_seconds=TTL_SECONDS)
 
     def _delivery(self, method: Method, model: ModelInfo, task: Task, terms: Wait, waited_seconds: float) -> Delivery:
-        reply = self._replies.pop((task.round, task.client.index), None)
+        index = task.client.index
+        self._yielded.add(index)
+        reply = self._replies.pop((task.round, index), None)
         if reply is not None:
+            if reply.upload is not None or (reply.held_up and index not in self._not_waited_for):
+                self._late_in_training.note(index, late=reply.upload is None)
             return self._decoded(method, model, task, reply)
         plan = method.plan(model, task.client.budget)
         if terms.enough is not None and len(self._succeeded) >= terms.enough:
             return not_needed(task, plan, len(self._succeeded))
+        self._owing.add(index)
+        if index in self._not_waited_for:
+            return Delivery(task, None, plan, failure=self._not_waited_for[index])
+        self._late_in_training.note(index, late=True)
         in_time = terms.deadline_seconds is None or waited_seconds < terms.deadline_seconds
         return too_late(task, plan, round(waited_seconds) if in_time else terms.deadline_seconds or 0.0)
 

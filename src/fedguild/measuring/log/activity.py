@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from fedguild.core.errors import FedGuildError, StoppedError
-from fedguild.core.files import PRIVATE_FILE
+from fedguild.core.files import PRIVATE_FILE, write_bytes
 from fedguild.core.progress import Note, Progress, Silent
 
 STEP_SECONDS = 0.25
@@ -34,12 +34,13 @@ class ActivityLog:
 
     Args:
         folder: The run's folder, which exists.
+        most_bytes: A file that has grown beyond it loses its older half; None for a file that grows with the run.
     """
 
     FILE: ClassVar[str] = "activity.jsonl"
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / self.FILE
+    def __init__(self, folder: Path, most_bytes: int | None = None) -> None:
+        self.path, self.most_bytes = folder / self.FILE, most_bytes
 
     def append(self, event: str, **values: Any) -> None:
         line = json.dumps({"time": round(time.time(), 3), "event": event, **values}, ensure_ascii=False)
@@ -47,8 +48,11 @@ class ActivityLog:
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
             try:
                 os.write(file, line.encode() + b"\n")
+                size_bytes = os.fstat(file).st_size
             finally:
                 os.close(file)
+            if self.most_bytes is not None and size_bytes > self.most_bytes:
+                write_bytes(self.path, self.path.read_bytes()[-self.most_bytes // 2 :].partition(b"\n")[2])
 
     def last_ending(self) -> tuple[str, str] | None:
         """Returns how the run last ended, with the reason; None if it has not ended, or the log does not say."""
