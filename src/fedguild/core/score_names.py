@@ -50,9 +50,23 @@ METRICS: Final[Mapping[str, str]] = {
 """Name of a metric -> what pages and tables call it, where that is not the name itself."""
 
 
-def metric_name(names: Iterable[str]) -> str:
-    """Returns what the score of some examples is: a metric, several, or `score` where records do not say."""
-    found = sorted({part for name in names for part in name.split(" and ") if part})
+def joined(metrics: Iterable[str]) -> str:
+    """Returns the names of the metrics that a score is the mean of as a record has them; none for an empty one."""
+    return " and ".join(sorted({*metrics} - {""}))
+
+
+def names_of(metric: str) -> list[str]:
+    """Returns the names in a record's `metric`; see `joined`."""
+    return metric.split(" and ") if metric else []
+
+
+def metric_name(metrics: Iterable[str]) -> str:
+    """Returns what the score of some examples is: a metric, several, or `score` where records do not say.
+
+    Args:
+        metrics: `metric` of each record.
+    """
+    found = sorted({name for metric in metrics for name in names_of(metric)})
     return " and ".join(METRICS.get(name, name.replace("_", " ")) for name in found) or "score"
 
 

@@ -142,6 +142,7 @@ class SecureClients:
         round: int,
         score: float,
         examples: int,
+        measures: Sequence[int],
         told: bytes,
         once: Callable[[str, Sequence[int]], None] | None = None,
     ) -> None:
@@ -150,11 +151,12 @@ class SecureClients:
         Args:
             round: The round whose model was scored.
             examples: Number of examples that the score is a mean over.
+            measures: The places of the metrics that it is of, among those that the run can have.
             told: What the client was asked to score, as all others were.
             once: As `once` of the training.
         """
         self.forget(client)
-        terms = scores_terms(score, examples)
+        terms = scores_terms(score, examples, measures)
         self._kept[client] = _Kept(round, hashlib.sha256(told).digest(), once, FORM, terms, {})
 
     def answer(self, client: int, session: Session, step: Step, request: Payload) -> Payload:

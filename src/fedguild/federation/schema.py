@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 from pydantic_core import from_json
 
 from fedguild.core.errors import UploadError
+from fedguild.core.score_names import names_of
 from fedguild.core.text import is_plain, printable
 
 MessageKind = Literal["hello", "train", "score", "deliver", "secure"]
@@ -216,7 +217,7 @@ class ScoreAnswer(_Part):
             UploadError: it holds more.
         """
         record = self.records[0]
-        unknown = sorted(record.metrics.keys() - set(metrics))
+        unknown = sorted({*record.metrics, *names_of(record.metric)} - set(metrics))
         if unknown:
             known = ", ".join(sorted(metrics))
             raise UploadError(f"{client}: its scores have the metric '{unknown[0]}', but the run's are {known}.")

@@ -43,6 +43,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.runs import experiment as runs
 from fedguild.runs.guarantee import require_public_scores
 from fedguild.runs.recording import mean_record, own_mean
+from fedguild.runs.scoring import measures_of
 from fedguild.runs.setup import (
     Experiment,
     OwnScope,
@@ -93,6 +94,7 @@ class RemoteClients:
         progress: Receives a message for every client without scores.
         metrics: The metrics that a score of the run may have.
         most_examples: Most examples of a score; None for all that a client has.
+        measures: The metrics that a score can be the mean of.
         sums: The secure aggregation by which the clients' scores are summed; None if they come one by one.
     """
 
@@ -107,6 +109,7 @@ class RemoteClients:
     audit: AuditLog
     metrics: frozenset[str]
     most_examples: int | None
+    measures: Sequence[str]
     sums: SecureAggregation | None = None
 
     def note(self, outcome: Outcome) -> None:
@@ -194,7 +197,8 @@ class RemoteClients:
         except QuorumError as error:
             self.progress.message(f"Round {number}: the clients' scores are withheld: {error.message}")
             return []
-        return [mean_record(own_mean(scope), number, split, found.mean, found.deviation)]
+        metrics = [self.measures[place] for place in found.measures]
+        return [mean_record(own_mean(scope), number, split, found.mean, found.deviation, metrics)]
 
     def deliver(self, state: Payload, number: int) -> dict[int, Message]:
         """Sends every client the state that its own model is built from; returns client index -> reply.
@@ -368,6 +372,7 @@ def prepare_remote(
         audit,
         frozenset((*METRICS, *TAKEN, *config.evaluation.metrics)),
         config.evaluation.max_examples,
+        measures_of(config),
         _sums_of(config, run_identity(output), list(tiers.values())),
     )
     return Experiment(

@@ -33,6 +33,7 @@ from fedguild.core.layout import MEMORY
 from fedguild.core.payload import Payload
 from fedguild.core.plugins import installed
 from fedguild.core.progress import Silent
+from fedguild.core.score_names import names_of
 from fedguild.data import ClientData
 from fedguild.data.batches import Encoded
 from fedguild.data.rendering import encode as encode_example
@@ -64,7 +65,7 @@ from fedguild.privacy.secure_sum.session import Session as SecureParameters
 from fedguild.runs.exporting import export_own
 from fedguild.runs.guarantee import rules_of
 from fedguild.runs.privacy_accounts import SLACK
-from fedguild.runs.scoring import score_clients
+from fedguild.runs.scoring import measures_of, score_clients
 from fedguild.runs.setup import (
     Experiment,
     PreparedData,
@@ -341,13 +342,20 @@ class TrainerService:
         experiment, excerpt = session.experiment, _state(message)
         records = score_clients(experiment, wanted.scope, lambda _: excerpt, message.round, wanted.split)
         if session.clients is not None and SCORES not in config.federation.secure_disclose:
-            self._keep_score(message, session.clients, records[0], excerpt)
+            self._keep_score(message, session.clients, records[0], excerpt, measures_of(config))
             return message.reply()
         if withheld:
             records = [record.model_copy(update={"examples": min(record.examples or 0, 1)}) for record in records]
         return message.reply(metadata={"records": [record.model_dump(mode="json") for record in records]})
 
-    def _keep_score(self, message: Message, clients: SecureClients, record: EvaluationRecord, excerpt: Payload) -> None:
+    def _keep_score(
+        self,
+        message: Message,
+        clients: SecureClients,
+        record: EvaluationRecord,
+        excerpt: Payload,
+        measures: Sequence[str],
+    ) -> None:
         """Keeps a score until a session sums it with those of other sites."""
         asked = {name: message.metadata[name] for name in ("config", "scope", "split")}
         once = None
@@ -355,7 +363,8 @@ class TrainerService:
             enter = clients.once(message.round, excerpt)
             once = lambda half, among: enter(f"{asked['scope']} {asked['split']} {half}", among)  # noqa: E731
         told = json.dumps({**asked, "round": message.round}, sort_keys=True).encode()
-        clients.keep_score(self.site.client, message.round, record.score, record.examples or 0, told, once)
+        places = [measures.index(name) for name in names_of(record.metric)]
+        clients.keep_score(self.site.client, message.round, record.score, record.examples or 0, places, told, once)
 
     def _deliver(self, message: Message) -> Message:
         """Writes the client's own model as a folder that plain transformers and peft load."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean, median_low, stdev
 from typing import Literal
 
@@ -14,7 +14,7 @@ from fedguild.client.budget import ClientInfo
 from fedguild.client.privacy_rules import PrivacyRules, said
 from fedguild.client.schedule import steps_in_round
 from fedguild.config.training import TrainingSettings
-from fedguild.core.score_names import Scope, Score
+from fedguild.core.score_names import Scope, Score, joined, names_of
 from fedguild.measuring.costs.flops import cost
 from fedguild.measuring.log.records import ClientRecord, EvaluationRecord, ObservationRecord, RoutingRecord
 from fedguild.measuring.scores.expert_usage import expert_utilisation
@@ -109,21 +109,31 @@ def summary_record(name: Score, records: Sequence[EvaluationRecord]) -> Evaluati
     """
     counted = [record.score for record in records if record.examples]
     deviation = stdev(counted) if name != "mean" and len(counted) > 1 else None
-    mean = mean_record(name, records[0].round, records[0].split, fmean(counted) if counted else 0.0, deviation)
-    metrics = {part for record in records for part in record.metric.split(" and ")}
-    return mean.model_copy(update={"metric": " and ".join(sorted(metrics - {""}))})
+    metrics = {part for record in records for part in names_of(record.metric)}
+    mean = fmean(counted) if counted else 0.0
+    return mean_record(name, records[0].round, records[0].split, mean, deviation, metrics)
 
 
 def mean_record(
-    name: Score, number: int, split: Literal["test", "validation"], mean: float, deviation: float | None
+    name: Score,
+    number: int,
+    split: Literal["test", "validation"],
+    mean: float,
+    deviation: float | None,
+    metrics: Iterable[str],
 ) -> EvaluationRecord:
-    """Returns the record of a mean over budgets or clients, and of the sample standard deviation over them."""
+    """Returns the record of a mean over budgets or clients, and of the sample standard deviation over them.
+
+    Args:
+        metrics: Those that the scores are of.
+    """
     return EvaluationRecord(
         round=number,
         scope="summary",
         name=name,
         split=split,
         score=mean,
+        metric=joined(metrics),
         metrics={} if deviation is None else {DEVIATION: deviation},
     )
 

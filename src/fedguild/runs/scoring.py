@@ -420,6 +420,11 @@ def evaluated_plan(experiment: Experiment, budget: Budget, deployment: Deploymen
     return replace(plan, active_experts=(plan.active_experts or model.top_k) if as_method else budget.active_experts)
 
 
+def measures_of(config: Config) -> tuple[str, ...]:
+    """Returns the metrics that a score can be the mean of: of choices, of preference pairs and of written answers."""
+    return ("accuracy", ACCURACY, corpus_spec(config.data.dataset).metric)
+
+
 def _scoring(experiment: Experiment) -> Scoring:
     config, given = experiment.config, experiment.metrics
     settings, primary = config.evaluation, corpus_spec(config.data.dataset).metric

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,16 @@ from fedguild.privacy.secure_sum.session import Session
 from fedguild.server.secure_round import Peers, SecureAggregation, through_steps
 
 SCORE, SQUARE, ONE, SCORED = "scores/score", "scores/square", "scores/one", "scores/clients"
-FORM = Form({name: LinearMean((), SCORED, range="scores") for name in (SCORE, SQUARE, ONE)}, {SCORED: 1})
-"""The means of the score, from 0 to 1, and of its square, over the clients that have held-out examples.
+MEASURED, MEASURES = "scores/measured", 3
+FORM = Form(
+    {
+        **{name: LinearMean((), SCORED, range="scores") for name in (SCORE, SQUARE, ONE)},
+        MEASURED: LinearMean((MEASURES,), SCORED, range="scores"),
+    },
+    {SCORED: 1},
+)
+"""The means of the score, from 0 to 1, of its square, and of 1 for each metric that it is of, over the clients that
+have held-out examples. A metric is known by its place among the `MEASURES` that a run can have; it is 0 for the others.
 
 The sum of the largest magnitudes is opened whatever the counts; as one of each client's numbers is 1, it tells nothing.
 """
@@ -32,16 +40,19 @@ class SummedScores:
     Attributes:
         mean: Its mean over them.
         deviation: The sample standard deviation over them; None for fewer than two.
+        measures: The places of the metrics that some client's score is of.
     """
 
     mean: float
     deviation: float | None
+    measures: tuple[int, ...] = ()
 
 
-def scores_terms(score: float, examples: int) -> Contribution:
+def scores_terms(score: float, examples: int, measures: Sequence[int]) -> Contribution:
     """Returns a client's numbers in `FORM`; a score of no example has no weight."""
     own = score if examples else 0.0
     values = {SCORE: np.array(own), SQUARE: np.array(own**2), ONE: np.array(1.0)}
+    values[MEASURED] = np.array([float(place in measures) for place in range(MEASURES)])
     return Contribution(values, {SCORED: np.array([float(examples > 0)])})
 
 
@@ -77,7 +88,9 @@ def summed_scores(
     scored = round(float(means.weights[SCORED][0]))
     if not means.known[SCORE].all():
         raise QuorumError(f"{scored} client(s) have a score, and at least {rules.fewest} have to be behind a mean.")
-    return _bounded(float(means.values[SCORE]), float(means.values[SQUARE]), scored, means.bounds[SQUARE])
+    found = _bounded(float(means.values[SCORE]), float(means.values[SQUARE]), scored, means.bounds[SQUARE])
+    some = np.rint(means.values[MEASURED] * scored) > 0
+    return replace(found, measures=tuple(int(place) for place in np.flatnonzero(some)))
 
 
 def _bounded(mean: float, square: float, scored: int, error: float) -> SummedScores:

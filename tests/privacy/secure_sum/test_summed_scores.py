@@ -7,12 +7,11 @@ from statistics import fmean, stdev
 import pytest
 
 from fedguild.client.budget import Budget
-from fedguild.core.errors import QuorumError, UploadError
+from fedguild.core.errors import QuorumError
 from fedguild.core.payload import Payload
-from fedguild.engines.secure import SecureClients
+from fedguild.engines.secure import SecureEngine
 from fedguild.federation.sum_log import SumLog
 from fedguild.measuring.log.records import EvaluationRecord, RunLog
-from fedguild.privacy.secure_sum.keys import new_identity
 from fedguild.server.secure_round import SecureAggregation
 from fedguild.server.secure_scores import summed_scores
 from tests.privacy.secure_sum.test_runs import Guild
@@ -25,31 +24,21 @@ def guild(olmoe_folder, tmp_path):
     return lambda *overrides, place=".", **more: Guild(olmoe_folder, tmp_path / place, *overrides, **more)
 
 
-class Sites:
+class Sites(SecureEngine):
     """Sites that have scored a model; `peers` of a server."""
 
-    def __init__(self, scores, *, examples=None, told=None, log=None):
-        self.scores, self.examples, self.told = scores, examples or {}, told or {}
-        identities = {client: new_identity() for client in scores}
-        self.registered = {client: key.public_key() for client, key in identities.items()}
-        self.clients = SecureClients([Budget("all", 1, 1)], identities, self.registered)
+    def __init__(self, scores, *, examples=None, told=None, log=None, measures=None):
+        super().__init__(None, [Budget("all", 1, 1)], len(scores))
+        self.scores, self.examples, self.told, self.measures = scores, examples or {}, told or {}, measures or {}
         self.once = None if log is None else log.training(RUN, 1, Payload())
         self.facts = {}
-
-    def exchange(self, session, step, requests):
-        answers = {}
-        for client, request in requests.items():
-            try:
-                answers[client] = self.clients.answer(client, session, step, request)
-            except UploadError as error:
-                answers[client] = error.message
-        return answers
 
     def summed(self, *clients):
         among = clients or tuple(self.scores)
         for client in among:
             told = self.told.get(client, b"this model")
-            self.clients.keep_score(client, 1, self.scores[client], self.examples.get(client, 9), told, self.once)
+            examples, measures = self.examples.get(client, 9), self.measures.get(client, [0])
+            self.clients.keep_score(client, 1, self.scores[client], examples, measures, told, self.once)
         rules = SecureAggregation(RUN, [], 0.6, 3, "omit")
         return summed_scores(rules, 1, self, among, self.facts.update)
 
@@ -66,6 +55,20 @@ def test_mean_and_deviation_are_those_of_the_single_scores(scores):
 def test_a_client_without_examples_does_not_count():
     found = Sites(dict(enumerate([0.2, 0.4, 0.9, 0.7])), examples={3: 0}).summed()
     assert found.mean == pytest.approx(0.5, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("measures", "examples", "found"),
+    [
+        ({}, {}, (0,)),
+        ({0: [1], 1: [1], 2: [1], 3: [1]}, {}, (1,)),
+        ({2: [0, 2]}, {}, (0, 2)),  # one client's examples are of two kinds
+        ({2: [2]}, {2: 0}, (0,)),  # it has scored none
+    ],
+)
+def test_the_sum_says_which_metrics_the_scores_are_of(measures, examples, found):
+    sites = Sites(dict(enumerate([0.2, 0.4, 0.6, 0.8])), measures=measures, examples=examples)
+    assert sites.summed().measures == found
 
 
 @pytest.mark.parametrize(
@@ -128,6 +131,7 @@ def test_a_run_whose_server_has_no_data_sees_the_mean_of_the_scores_alone(guild)
     for one, other in zip(found["summed"], single, strict=True):
         assert (one.name, one.round, one.split) == (other.name, other.round, other.split)
         assert one.score == pytest.approx(other.score, abs=1e-7)
+        assert one.metric == other.metric == "accuracy and exact_match"
         assert one.metrics["deviation"] == pytest.approx(other.metrics["deviation"], abs=1e-4)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Self
 
+from fedguild.core.score_names import joined
+
 
 @dataclass(frozen=True, slots=True)
 class ExampleScore:
@@ -73,7 +75,7 @@ class Summary:
             perplexity=_exp(nll / tokens) if tokens else None,
             nats=nll / tokens if tokens else None,
             macro_f1=macro_f1(examples),
-            metric=" and ".join(sorted({example.measure for example in examples} - {""})),
+            metric=joined(example.measure for example in examples),
         )
 
 
