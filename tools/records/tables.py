@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -41,6 +40,7 @@ from fedguild.core.score_names import SUMMARIES
 from fedguild.measuring.log.folder import load_run
 from fedguild.runs.api.launch import Launch
 from fedguild.runs.api.run_grid import Cell, plan_grid, table_rows
+from tools import generate
 from tools.records.cells import (
     CellRecord,
     ChoiceRecord,
@@ -642,9 +642,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{plan.name}: left out, as it needs data sets: make tables DATA=DIR")
         else:
             run(plan, options.jobs, tuple(filter(None, options.rows.split(","))), discard=options.discard)
-    return subprocess.run(
-        [sys.executable, str(ROOT / "docs" / "generate.py"), "recorded", "overview"], check=False
-    ).returncode
+    return generate.main(["recorded", "overview", "results"])
 
 
 if __name__ == "__main__":
