@@ -1,9 +1,10 @@
-"""Files from somebody else do not run the code of a model: this user has to say so."""
+"""Files from somebody else do not run the code of a model, nor functions: this user has to say so."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,45 @@ def test_a_config_from_somebody_else(hostile, tmp_path):
     assert load_config(str(extending)).model.trust_remote_code
     with pytest.raises(ConfigError, match=ASKS):
         load_config(str(extending), [f"model.path={tmp_path / 'another'}"])
+
+
+def test_a_function_that_a_config_from_somebody_else_names(olmoe_folder, tmp_path, monkeypatch):
+    """The function is a metric; of a config and of a run's folder that came from elsewhere, it is not imported."""
+    from tests.runs.runs import small_settings
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "theirs.py").write_text("open('ran', 'a').close()\n\ndef words(said, wanted):\n    return len(said)\n")
+    (tmp_path / "config.yaml").write_text(
+        "extends: fedit/tiny-tasks\nevaluation: {metrics: [rouge_l, theirs:words], max_examples: 2}\n"
+    )
+    settings = [*small_settings(olmoe_folder, "federation.clients=2", "training.steps=1"), "federation.rounds=1"]
+    asks = "asks to run the Python function theirs:words"
+    refused = invoke("run", "config.yaml", *settings, "-o", "run")
+    assert (refused.exit_code, asks in " ".join(refused.output.split())) == (2, True), refused.output
+    assert not (tmp_path / "ran").exists()
+    assert "may run the Python function theirs:words" in invoke("trust", "config.yaml").output
+    ran = invoke("run", "config.yaml", *settings, "-o", "run")
+    assert ran.exit_code == 0, ran.output
+    assert fedguild.load_run("run").frame()["theirs:words"].notna().any()
+    assert invoke("evaluate", "run").exit_code == 0, "a run of this user is trusted"
+    Path("run").rename("received")
+    (tmp_path / "ran").unlink()
+    monkeypatch.delitem(sys.modules, "theirs")
+    assert asks in " ".join(invoke("evaluate", "received").output.split())
+    assert not (tmp_path / "ran").exists()
+    assert load_config("config.yaml", ["evaluation.metrics=[another:one]"]), "an override is this user's word"
+
+
+def test_runs_in_other_processes_may_do_what_their_config_may(hostile, tmp_path, monkeypatch):
+    """`fedguild compare --jobs 2` writes a config for each run, which is this user's as well."""
+    from fedguild.runs.api.launch import command_of
+    from fedguild.runs.api.run_grid import Cell, Row
+
+    config = load_config("fedit/tiny-tasks", [f"model.path={hostile}", "model.trust_remote_code=true"])
+    cell = Cell(config, tmp_path / "grid/row/seed-0", Row("row"))
+    written = command_of(cell)[4]
+    assert load_config(written).model.trust_remote_code
 
 
 def test_a_site_from_somebody_else(hostile, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 from collections import deque
 from dataclasses import replace
@@ -93,6 +94,13 @@ def test_a_message_for_another_client_is_not_worked_on(config: Config, trainer: 
 def test_a_config_of_another_version_is_a_failure(config: Config, trainer: TrainerService) -> None:
     strange = replace(train_request(config), metadata={"config": {"method": "fedit", "novelty": 1}})
     assert "the same version of fedguild" in trainer.handle(strange).failure
+
+
+def test_a_site_imports_no_function_that_the_server_names(config: Config, trainer: TrainerService) -> None:
+    evaluation = config.evaluation.model_copy(update={"metrics": ("antigravity:fly",)})
+    reply = trainer.handle(train_request(config.model_copy(update={"evaluation": evaluation})))
+    assert "'antigravity:fly' is a Python function" in reply.failure
+    assert "antigravity" not in sys.modules
 
 
 def test_damaged_bytes_are_a_failure(config: Config, trainer: TrainerService) -> None:

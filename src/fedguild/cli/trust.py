@@ -1,4 +1,4 @@
-"""`fedguild trust`: let a file run the Python code that comes with its model."""
+"""`fedguild trust`: let a file run Python code that it asks for."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from fedguild.config import asking_files
-from fedguild.config.trust import trust
+from fedguild.config.trust import code_of_model, trust
 from fedguild.core.errors import ConfigError
 from fedguild.core.layout import CONFIG
 from fedguild.federation.site import SITE_FILE, SiteSettings, read_settings
@@ -21,18 +21,19 @@ def command(
         Path, typer.Argument(metavar="PATH", help="The folder of a run or a site, or a config.", show_default=False)
     ],
 ) -> None:
-    """Let a run, a config or a site that somebody else wrote run the Python code that comes with its model."""
+    """Let a run, a config or a site that somebody else wrote run Python code: a model's, or functions as metrics."""
     inside = [path / name for name in (CONFIG, SITE_FILE) if (path / name).is_file()]
     if path.is_dir() and not inside:
         raise ConfigError(f"{path} holds no {CONFIG} and no {SITE_FILE}.", "Give the folder of a run or of a site.")
     file = inside[0] if inside else path
     if file.name == SITE_FILE:
         settings = read_settings(file, SiteSettings)
-        asking, model = ([file] if settings.model.trust_remote_code else []), settings.model.path
+        asking = [(file, code_of_model(settings.model.path))] if settings.model.trust_remote_code else []
     else:
-        asking, model = asking_files(file)
+        asking = asking_files(file)
     if not asking:
-        typer.echo(f"{file} does not ask to run a model's code (model.trust_remote_code): nothing to say.")
-    for each in asking:
-        trust(each, model)
-        typer.echo(f"{each} may run the Python code that comes with {model}.")
+        asked = "a model's code (model.trust_remote_code) or a function (MODULE:FUNCTION in evaluation.metrics)"
+        typer.echo(f"{file} does not ask to run {asked}: nothing to say.")
+    for each, code in asking:
+        trust(each, [code])
+        typer.echo(f"{each} may run {code.described}.")

@@ -15,7 +15,7 @@ from fedguild.config.composing import find_preset, unknown_preset
 from fedguild.config.explaining import Layer, explained
 from fedguild.config.renamed import refuse_old_names, with_new_names
 from fedguild.config.schema import Config
-from fedguild.config.trust import SETTING, require_trusted
+from fedguild.config.trust import Code, require_trusted
 from fedguild.config.yaml_reading import parse, parse_file
 from fedguild.core.errors import ConfigError
 
@@ -63,8 +63,9 @@ def load_saved(path: Path) -> Config:
 
 def _validated(layers: Sequence[Layer], name: str) -> Config:
     config = _read(layers, name)
-    if config.model.trust_remote_code and (file := next(layer.file for layer in reversed(layers) if _says(layer))):
-        require_trusted(file, config.model.path)
+    for code in config.code:
+        if file := next(layer.file for layer in reversed(layers) if _says(layer, code.setting)):
+            require_trusted(file, code)
     return config
 
 
@@ -78,22 +79,22 @@ def _read(layers: Sequence[Layer], name: str) -> Config:
         raise explained(error, layers, Config) from error
 
 
-def _says(layer: Layer) -> bool:
-    """Whether a layer says if the model's code may run."""
-    model = layer.settings.get("model")
-    return isinstance(model, Mapping) and SETTING in model
+def _says(layer: Layer, key: str) -> bool:
+    """Whether a layer has a setting, `section.name`."""
+    section, _, name = key.partition(".")
+    settings = layer.settings.get(section)
+    return isinstance(settings, Mapping) and name in settings
 
 
-def asking_files(path: Path) -> tuple[list[Path], str]:
-    """Returns the files of a config that ask to run the code that comes with its model, and the model.
+def asking_files(path: Path) -> list[tuple[Path, Code]]:
+    """Returns the files of a config that ask to run Python code, and that code.
 
     Raises:
         ConfigError: as `load_config`.
     """
     layers = [replace(layer, settings=with_new_names(layer.settings)) for layer in _file_layers(path, ())]
-    config = _read(layers, default_name(path))
-    asks = [layer.file for layer in layers if layer.file and _says(layer)]
-    return (asks if config.model.trust_remote_code else []), config.model.path
+    code = _read(layers, default_name(path)).code
+    return [(layer.file, each) for each in code for layer in layers if layer.file and _says(layer, each.setting)]
 
 
 def _given_layers(given: Given) -> tuple[list[Layer], str]:

@@ -18,6 +18,7 @@ from fedguild.config.federation import FederationSettings
 from fedguild.config.privacy import PrivacySettings
 from fedguild.config.renamed import with_old_names
 from fedguild.config.training import TrainingSettings
+from fedguild.config.trust import Code, code_of_metric, code_of_model, is_function
 
 NOT_IN_FINGERPRINT = (
     ("name",),
@@ -197,7 +198,8 @@ class EvaluationSettings(Section):
     metrics: tuple[str, ...] = Field(
         default=("exact_match", "rouge_l"),
         description="Metrics of generated answers to record in addition to the corpus's own, which is the "
-        "score: `exact_match`, `token_f1` (SQuAD's), `rouge_l`, or one of an installed package.",
+        "score: `exact_match`, `token_f1` (SQuAD's), `rouge_l`, one of an installed package, or `module:function`, your "
+        "own Python function of the answer and the reference.",
     )
     active_experts: Literal["budget", "method"] = Field(
         default="budget",
@@ -310,6 +312,12 @@ class Config(Section):
     @property
     def run_folder(self) -> Path:
         return Path(self.output).expanduser() if self.output else Path("runs") / self.name
+
+    @property
+    def code(self) -> list[Code]:
+        """The Python code that it asks to run, which is neither FedGuild's nor a plug-in's."""
+        models = [code_of_model(self.model.path)] if self.model.trust_remote_code else []
+        return [*models, *(code_of_metric(name) for name in self.evaluation.metrics if is_function(name))]
 
     @property
     def local_training(self) -> TrainingSettings:

@@ -1,56 +1,90 @@
-"""Trust in files: which ones may run the Python code that comes with a model, by this user's word.
+"""Trust in files: which ones may run Python code that is not FedGuild's or a plug-in's, by this user's word.
 
-`model.trust_remote_code` runs code from the model's folder or repository. In a file that somebody else wrote (a run's
-folder, a config, a site) it is not this user's word. It counts where the user gives it, as an override or in Python, or
-has said `fedguild trust` of the file. That is recorded in `$XDG_CONFIG_HOME/fedguild/trusted.json`, by the file's path
-and the model's. What a run of this user writes is recorded as it is written.
+`model.trust_remote_code` runs code from the model's folder or repository, and `module:function` in `evaluation.metrics`
+imports a module. In a file that somebody else wrote (a run's folder, a config, a site) it is not this user's word. It
+counts where the user gives it, as an override or in Python, or has said `fedguild trust` of the file. That is recorded
+in `$XDG_CONFIG_HOME/fedguild/trusted.json`, by the file's path and the code. What a run of this user writes is recorded
+as it is written.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 from fedguild.core.errors import ConfigError, FedGuildError
 from fedguild.core.files import write_json
 
-SETTING = "trust_remote_code"
+
+@dataclass(frozen=True)
+class Code:
+    """Python code that a file asks to run.
+
+    Attributes:
+        setting: The setting that asks.
+        recorded: What is recorded of it.
+        described: What it is, in words.
+        override: The override that would ask for it, too.
+    """
+
+    setting: str
+    recorded: str
+    described: str
+    override: str
 
 
-def trust(file: Path, model: str) -> None:
-    """Records that a file may run the code that comes with a model.
+def is_function(metric: str) -> bool:
+    """Whether a metric's name is that of a Python function, `module:function`."""
+    return ":" in metric
+
+
+def code_of_model(path: str) -> Code:
+    setting = "model.trust_remote_code"
+    return Code(setting, path, f"the Python code that comes with the model {path}", f"{setting}=true")
+
+
+def code_of_metric(name: str) -> Code:
+    setting = "evaluation.metrics"
+    return Code(setting, f"function {name}", f"the Python function {name}", f"'{setting}=[{name}]'")
+
+
+def trust(file: Path, code: Iterable[Code]) -> None:
+    """Records that a file may run some code.
 
     Raises:
         FedGuildError: the record cannot be read or written.
     """
-    record = _record()
+    wanted, record = [each.recorded for each in code], _record()
+    if not wanted:
+        return
     try:
         known = json.loads(record.read_text("utf-8")) if record.exists() else {}
-        if model not in known.setdefault(_key(file), []):
-            known[_key(file)].append(model)
+        said = known.setdefault(_key(file), [])
+        said += [each for each in wanted if each not in said]
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise FedGuildError(f"{record} cannot be read ({error}).", "Repair or remove it.") from error
     write_json(record, known)
 
 
-def require_trusted(file: Path, model: str) -> None:
-    """Checks that this user has said that a file may run the code that comes with a model.
+def require_trusted(file: Path, code: Code) -> None:
+    """Checks that this user has said that a file may run some code.
 
     Raises:
         ConfigError: that is not so.
     """
     try:
         known = json.loads(_record().read_text("utf-8"))
-        if model in known.get(_key(file), []):
+        if code.recorded in known.get(_key(file), []):
             return
     except (OSError, ValueError, AttributeError, TypeError):
         pass
     raise ConfigError(
-        f"{file} asks to run the Python code that comes with the model {model} (model.{SETTING}), and you have not "
-        "said that it may.",
-        f"If you trust both: `fedguild trust {file}`; or give model.{SETTING}=true as an override where the command "
-        "takes them.",
+        f"{file} asks to run {code.described} ({code.setting}), and you have not said that it may.",
+        f"If you trust both: `fedguild trust {file}`; or give {code.override} as an override where the command takes "
+        "them.",
     )
 
 

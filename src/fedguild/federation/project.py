@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from fedguild.config import Config, load_config
-from fedguild.config.trust import trust
+from fedguild.config.trust import code_of_model, trust
 from fedguild.core.errors import ConfigError, FedGuildError
 from fedguild.core.files import make_folder, write_text
 from fedguild.core.layout import client_name
@@ -83,8 +83,7 @@ def write_project(
     data = templates.SHARED_DATA if shared_data else templates.OWN_DATA.format(file=config.data.train)
     write_text(folder / "README.md", templates.README.format(clients=clients, address=address, data=data))
     at_server = at_home(config, shared_data=shared_data)
-    if config.model.trust_remote_code:
-        trust(server / "run.yaml", at_server.model.path)
+    trust(server / "run.yaml", at_server.code)
     aggregator = aggregator_of(config, method_of(config), real=True) or "none"
     write_text(server / "run.yaml", at_server.resolved_yaml(aggregator=aggregator))
     server_evaluation = str(shared_data).lower()
@@ -126,7 +125,7 @@ def _write_client(folder: Path, config: Config, index: int, address: str, *, own
     if own:
         data["partition"] = {"scheme": "iid"}
     if config.model.trust_remote_code:
-        trust(site / SITE_FILE, str(model["path"]))
+        trust(site / SITE_FILE, [code_of_model(str(model["path"]))])
     write_text(
         site / SITE_FILE,
         templates.SITE.format(

@@ -16,7 +16,7 @@ from fedguild.config.data import DataSettings
 from fedguild.config.explaining import Layer, explained
 from fedguild.config.renamed import SERVER, SITE, refuse_old_names
 from fedguild.config.schema import ModelSettings
-from fedguild.config.trust import require_trusted
+from fedguild.config.trust import code_of_model, require_trusted
 from fedguild.config.yaml_reading import parse_file
 from fedguild.core.errors import ConfigError
 
@@ -355,7 +355,7 @@ def load_site(folder: Path) -> SiteSettings:
     """
     site = read_settings(folder / SITE_FILE, SiteSettings)
     if site.model.trust_remote_code:
-        require_trusted(folder / SITE_FILE, site.model.path)
+        require_trusted(folder / SITE_FILE, code_of_model(site.model.path))
     if site.data.share >= site.data.shares:
         raise ConfigError(
             f"{folder / SITE_FILE}: data.share is {site.data.share}, but data.shares is {site.data.shares}.",

@@ -614,8 +614,7 @@ def _write_facts(experiment: Experiment) -> None:
         write_json(folder / PRIVACY, {"guarantee": guarantee})
         for sentence in guarantee:
             experiment.progress.message(sentence)
-    if experiment.config.model.trust_remote_code:
-        trust(folder / CONFIG, experiment.config.model.path)
+    trust(folder / CONFIG, experiment.config.code)
     aggregator = ""
     if experiment.remote is not None:
         experiment.progress.message(what_a_member_can_do(experiment.config, experiment.method))

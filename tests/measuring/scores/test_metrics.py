@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from fedguild.core.errors import ConfigError, FedGuildError
-from fedguild.measuring.scores.metrics import METRICS, exact_match, load_metrics, measure, rouge_l, token_f1
+from fedguild.measuring.scores.metrics import (
+    METRICS,
+    exact_match,
+    import_metrics,
+    load_metrics,
+    measure,
+    rouge_l,
+    token_f1,
+)
 from fedguild.measuring.scores.scores import ExampleScore, Summary
 from tests.oracles import metrics as oracle
 from tests.plugins import install
@@ -78,6 +86,52 @@ def test_a_metric_that_fails_or_returns_no_number_says_so():
         measure({"mine": lambda text: 1.0}, "a", "b")  # type: ignore[dict-item,misc]
     with pytest.raises(FedGuildError, match="metric 'mine' returned 'good' for"):
         measure({"mine": lambda *_: "good"}, "a", "b")  # type: ignore[dict-item,return-value]
+
+
+@pytest.fixture
+def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module in the working folder, and one that cannot be imported; nothing else that is installed is hidden."""
+    (tmp_path / "my_functions.py").write_text("def length(said, wanted):\n    return len(said)\n\nword = 'text'\n")
+    (tmp_path / "my_broken.py").write_text("import a_missing_package\n")
+    (tmp_path / "json.py").write_text("raise ValueError('a file of the working folder')\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("my_functions", "my_broken"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.delitem(sys.modules, "json")
+
+
+@pytest.mark.usefixtures("functions")
+def test_a_function_of_a_module_in_the_working_folder_is_a_metric():
+    found = import_metrics(["exact_match", "my_functions:length"])
+    assert measure(found, "four", "") == {"my_functions:length": 4.0}
+    import_metrics(["json:dumps"])
+
+
+@pytest.mark.usefixtures("functions")
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("nowhere:length", "there is no module nowhere.\n.*in the working folder"),
+        ("my_functions.deeper:length", "there is no module my_functions.deeper"),
+        ("my_functions:breadth", "the module my_functions has no breadth"),
+        ("my_functions:", "is not MODULE:FUNCTION"),
+        (":length", "is not MODULE:FUNCTION"),
+        ("my_functions:word", "is a str, not a function"),
+        (
+            "my_broken:length",
+            "importing my_broken failed with ModuleNotFoundError: No module named 'a_missing_package'",
+        ),
+    ],
+)
+def test_what_cannot_be_imported_as_a_metric_says_why(name: str, problem: str):
+    with pytest.raises(ConfigError, match=f"evaluation.metrics: '{name}'.*{problem}"):
+        import_metrics([name])
+
+
+def test_a_function_is_imported_only_where_the_config_is_this_users():
+    with pytest.raises(ConfigError, match=r"'os:getcwd' is a Python function.*\n.*plug-in at the server and at every"):
+        load_metrics(["os:getcwd"])
 
 
 @pytest.fixture

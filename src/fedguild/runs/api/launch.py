@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fedguild.config import Config
+from fedguild.config.trust import trust
 from fedguild.core.errors import ConfigError, DivergedError, FedGuildError
 from fedguild.core.files import write_text
 from fedguild.core.progress import Progress, Silent
@@ -175,7 +176,7 @@ def _in_processes(cells: Sequence[Cell], launch: Launch) -> None:
             return ""
         lines = []
         process = subprocess.Popen(
-            _command(cell), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+            command_of(cell), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         running.add(process)
         assert process.stderr is not None
@@ -200,12 +201,13 @@ def _in_processes(cells: Sequence[Cell], launch: Launch) -> None:
             raise
 
 
-def _command(cell: Cell) -> list[str]:
+def command_of(cell: Cell) -> list[str]:
     """Returns the command that runs or resumes a cell; a new one's config is written next to its folder."""
     fedguild = [sys.executable, "-m", "fedguild"]
     if has_begun(cell.folder):
         return [*fedguild, "resume", str(cell.folder)]
     config = cell.folder.with_suffix(".yaml")
+    trust(config, cell.config_to_run.code)
     write_text(config, cell.config_to_run.resolved_yaml())
     return [*fedguild, "run", str(config), "--output", str(cell.folder)]
 

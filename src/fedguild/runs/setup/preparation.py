@@ -17,7 +17,7 @@ from fedguild.data.corpora import corpus_spec
 from fedguild.data.given import GivenData
 from fedguild.data.rendering import require_chat_template, set_chat_template
 from fedguild.data.view import duplicates_between
-from fedguild.measuring.scores.metrics import Metric, load_metrics, measure
+from fedguild.measuring.scores.metrics import Metric, import_metrics, load_metrics, measure
 from fedguild.measuring.scores.preferences import ACCURACY
 from fedguild.model.backbone import Backbone, inspect_model, later_backbone, load_backbone, pick_device
 from fedguild.model.info import ModelInfo
@@ -55,6 +55,7 @@ def prepare(
     if trains:
         require_start(config)
     given, own_metrics = method_of(config), dict(metrics or {})
+    own_metrics |= import_metrics(name for name in config.evaluation.metrics if name not in own_metrics)
     load_metrics(name for name in config.evaluation.metrics if name not in own_metrics)
     model = model_of(config)
     method = fitted(given, config, model)

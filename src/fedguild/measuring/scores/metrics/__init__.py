@@ -2,15 +2,19 @@
 
 A metric is a function of the generated text and the reference that returns a number, from 0 (wrong) to 1 (equal to the
 reference). A module in this folder defines it as `score`, and the file's name is the metric's name. A metric of another
-package is an entry point in the group `fedguild.metrics`.
+package is an entry point in the group `fedguild.metrics`. A config may also name a Python function, `module:function`.
 """
 
 from __future__ import annotations
 
 import math
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
 from numbers import Real
 
+from fedguild.config.trust import is_function
 from fedguild.core.errors import ConfigError, FedGuildError, first_line, nearest
 from fedguild.core.plugins import Plugins
 
@@ -39,6 +43,11 @@ def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
     """
     wanted = list(names)
     for name in wanted:
+        if is_function(name):
+            raise ConfigError(
+                f"evaluation.metrics: '{name}' is a Python function, which only runs on one machine import.",
+                "In a federation, install it as a plug-in at the server and at every site (docs/guides/plug-ins.md).",
+            )
         if name not in METRICS:
             raise ConfigError(
                 f"evaluation.metrics: there is no metric '{name}'.",
@@ -46,6 +55,39 @@ def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
                 "or score the run.",
             )
     return {name: METRICS.load(name) for name in wanted}
+
+
+def import_metrics(names: Iterable[str]) -> dict[str, Metric]:
+    """Returns the Python functions among some metrics, by name, from installed packages or the working folder.
+
+    That runs code: `fedguild.config.trust` says of which configs. Nothing that a server sends to a site comes here.
+
+    Raises:
+        ConfigError: there is no such module or function, or importing it fails.
+    """
+    return {name: _imported(name) for name in names if is_function(name)}
+
+
+def _imported(name: str) -> Metric:
+    module, _, attribute = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last, so that nothing installed is hidden by a file of the same name
+    hint = "A metric is MODULE:FUNCTION, and the function takes two texts, the answer and the reference."
+    if not (module and attribute):
+        raise ConfigError(f"evaluation.metrics: '{name}' is not MODULE:FUNCTION.", hint)
+    try:
+        found: object = getattr(import_module(module), attribute)
+    except Exception as error:  # code of the user's
+        problem = f"importing {module} failed with {type(error).__name__}: {first_line(error)}"
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+            problem = f"there is no module {error.name}"
+            hint = f"It has to be installed or in the working folder, {os.getcwd()}."
+        elif isinstance(error, AttributeError) and module in sys.modules:
+            problem = f"the module {module} has no {attribute}"
+        raise ConfigError(f"evaluation.metrics: '{name}': {problem}.", hint) from error
+    if not callable(found):
+        raise ConfigError(f"evaluation.metrics: '{name}' is a {type(found).__name__}, not a function.", hint)
+    return found
 
 
 def measure(metrics: Mapping[str, Metric], prediction: str, reference: str) -> dict[str, float]:
