@@ -13,6 +13,7 @@ from fedguild.core.errors import ModelError
 from fedguild.model.backbone import describe_architecture, describe_config
 from fedguild.model.known import find_known, known_models
 from fedguild.model.packaged import PACKAGED
+from tests.backbones import is_released
 
 PARAMETERS = {
     "deepseek-v2-lite": 15_706_484_224,
@@ -55,6 +56,8 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_known_model_has_its_published_size(name: str) -> None:
     known = find_known(name)
     assert known is not None
+    if not is_released(known.config["model_type"]):
+        pytest.skip(f"this transformers is too old for {known.config['model_type']}")
     info = describe_config(known.hub_id)
     assert info.parameters == PARAMETERS[name]
     assert info == describe_config(name)
