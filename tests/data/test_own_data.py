@@ -360,16 +360,37 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, name: str, content:
         load(tmp_path, content, name)
 
 
-def test_a_spreadsheet(tmp_path: Path):
+def test_a_spreadsheet_without_a_package_to_read_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "openpyxl", None)
     path = tmp_path / "a.xlsx"
-    try:
-        FRAME.to_excel(path, index=False)
-    except ImportError:
-        path.write_bytes(zipped(b"", "xl/workbook.xml"))
-        with pytest.raises(DataError, match=r"is a spreadsheet, and a package to read it is missing: .*\nInstall it"):
-            load_corpus("instructions", train=str(path))
-    else:
-        assert [one.response for one in load_corpus("instructions", train=str(path)).train] == ["1", "x;y"]
+    path.write_bytes(zipped(b"", "xl/workbook.xml"))
+    with pytest.raises(DataError, match=r"a package to read it is missing: .*\n.*pip install 'fedguild\[excel\]'"):
+        load_corpus("instructions", train=str(path))
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["text", " 65", "NA", "null", "1e5"], ["text", " 65", "NA", "null", "1e5"]),
+        ([65, 65.0, 1.5, 10**15, "65.0"], ["65", "65", "1.5", "1000000000000000", "65.0"]),
+        ([True, False], ["true", "false"]),
+        ([date(2026, 11, 27), datetime(2026, 1, 1)], ["2026-11-27", "2026-01-01"]),
+        ([datetime(2026, 11, 27, 9, 30), datetime(2026, 1, 1)], ["2026-11-27T09:30:00", "2026-01-01T00:00:00"]),
+        ([7, None, 8, "", 9], ["7", "8", "9"]),
+    ],
+    ids=["text", "numbers", "booleans", "dates", "times", "gaps"],
+)
+def test_cells_of_a_spreadsheet(tmp_path: Path, cells: list[Any], expected: list[str]):
+    openpyxl = pytest.importorskip("openpyxl")
+    book = openpyxl.Workbook()
+    book.active.append(["Instruction", "Response"])
+    for number, cell in enumerate(cells):
+        book.active.append([f"row {number}", cell])
+    book.create_sheet("notes").append(["another", "sheet"])
+    book.save(tmp_path / "a.xlsx")
+    corpus = load_corpus("instructions", train=str(tmp_path / "a.xlsx"))
+    assert [one.response for one in corpus.train] == expected
+    assert sum(corpus.dropped.values()) == len(cells) - len(expected)
 
 
 def test_a_zst_file_is_read_or_names_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -38,6 +38,7 @@ EXTRAS = {
     "privacy": (("dp_accounting",), "privacy.unit cannot be set: nothing accounts for ε"),
     "metrics": (("prometheus_client",), "servers and sites cannot answer /metrics"),
     "gguf": (("gguf",), "GGUF files cannot be model.path"),
+    "excel": (("openpyxl",), "data in .xlsx cannot be read"),
 }
 DISTRIBUTIONS = {
     "Crypto": "pycryptodome",

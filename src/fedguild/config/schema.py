@@ -198,8 +198,8 @@ class EvaluationSettings(Section):
     metrics: tuple[str, ...] = Field(
         default=("exact_match", "rouge_l"),
         description="Metrics of generated answers to record in addition to the corpus's own, which is the "
-        "score: `exact_match`, `token_f1` (SQuAD's), `rouge_l`, one of an installed package, or `module:function`, your "
-        "own Python function of the answer and the reference.",
+        "score: `exact_match`, `token_f1` (SQuAD's), `rouge_l`, one of an installed package, or `module:function`, "
+        "your own Python function of the answer and the reference.",
     )
     active_experts: Literal["budget", "method"] = Field(
         default="budget",

@@ -20,6 +20,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime, time
 from pathlib import Path
 from typing import Any
 
@@ -366,15 +367,18 @@ def _excel_rows(path: Path) -> list[Row]:
     import pandas
 
     try:
-        frame = pandas.read_excel(path, dtype=object)
+        frame = pandas.read_excel(path, dtype=object, keep_default_na=False, na_values=[""])
     except ImportError as error:
         raise DataError(
             f"{path} is a spreadsheet, and a package to read it is missing: {first_line(error)}",
-            "Install it, or save the sheet as CSV.",
+            "For .xlsx: pip install 'fedguild[excel]'. Or save the sheet as CSV.",
         ) from error
     except Exception as error:  # every reader behind pandas raises its own errors
         raise DataError(f"{path} cannot be read as a spreadsheet: {first_line(error)}") from error
     missing = frame.isna()
+    for name in frame.columns:  # a spreadsheet has no dates, only times at midnight
+        if all(isinstance(cell, datetime) and cell.time() == time() for cell in frame[name][~missing[name]]):
+            frame[name] = [cell.date() if isinstance(cell, datetime) else cell for cell in frame[name]]
     return [
         {str(name): None if absent else cell for name, cell, absent in zip(frame.columns, row, gaps, strict=True)}
         for row, gaps in zip(frame.itertuples(index=False), missing.itertuples(index=False), strict=True)
