@@ -178,7 +178,18 @@ def test_a_rate_that_anneals_to_nothing_leaves_the_last_round_without_effect(olm
     assert moved(first, last) < 1e-6
 
 
-def test_a_limit_below_the_first_round_is_refused(olmoe_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shapes_tell", [True, False])
+def test_a_limit_below_the_first_round_is_refused(shapes_tell, olmoe_folder, tmp_path, monkeypatch):
+    """Before a weight is loaded, or where the sizes depend on values, before the first score."""
+
+    def late(*_: object, **__: object) -> None:
+        raise AssertionError("too late")
+
+    monkeypatch.setattr("fedguild.runs.experiment.evaluate_state", late)
+    if shapes_tell:
+        monkeypatch.setattr("fedguild.runs.setup.preparation.load_backbone", late)
+    else:
+        monkeypatch.setattr("fedguild.runs.setup.method_checks.first_refusal", lambda *_: None)
     with pytest.raises(ConfigError, match="The run cannot begin: round 1 could move") as caught:
         experiment.run(small_config(olmoe_folder, "federation.byte_limit=1000"), tmp_path / "out")
     assert "federation.wire_dtype=bf16" in caught.value.hint

@@ -6,12 +6,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from fedguild.client.budget import ClientInfo
+from fedguild.config import Config
 from fedguild.core.accounting import count_traffic
 from fedguild.core.codec import Codec
+from fedguild.core.errors import ConfigError
 from fedguild.core.payload import Payload
 from fedguild.measuring.log.records import Record, TrafficRecord
 from fedguild.model.info import ModelInfo
 from fedguild.server.method import Method
+from fedguild.server.optimizer import own_state
+from fedguild.server.sampling import sample
 
 
 @dataclass
@@ -77,6 +81,25 @@ class ByteBudget:
             total_bytes=self.spent_bytes,
             limit_bytes=self.limit_bytes,
         )
+
+
+def first_refusal(
+    method: Method, config: Config, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]
+) -> ConfigError | None:
+    """Returns the error of a limit on a run's bytes below its first round; None if that may begin.
+
+    Args:
+        state: The method's state before that round; shapes are enough.
+    """
+    rules = config.federation
+    if rules.byte_limit is None:
+        return None
+    budget = ByteBudget(rules.byte_limit)
+    asked = sample(1, clients, rules.client_fraction, config.seed, over_selection=rules.over_selection)
+    budget.plan(method, own_state(state), model, asked, rules.wire_dtype)
+    refusal = budget.refusal(1)
+    hint = "Raise federation.byte_limit, lower method.rank or federation.client_fraction, or set "
+    return ConfigError(f"The run cannot begin: {refusal}.", f"{hint}federation.wire_dtype=bf16.") if refusal else None
 
 
 def _attempt_bytes(method: Method, state: Payload, model: ModelInfo, client: ClientInfo, codec: Codec) -> int:

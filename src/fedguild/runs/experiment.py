@@ -36,7 +36,7 @@ from fedguild.measuring.log.records import (
 )
 from fedguild.measuring.log.samples import write_samples
 from fedguild.measuring.scores.metrics import Metric
-from fedguild.runs.byte_budget import ByteBudget
+from fedguild.runs.byte_budget import ByteBudget, first_refusal
 from fedguild.runs.callbacks import Callback, Delivery, check_scores, listed, make_callback
 from fedguild.runs.environment import describe_environment
 from fedguild.runs.guarantee import Privacy
@@ -261,6 +261,8 @@ def _begin(experiment: Experiment) -> Payload:
         experiment.backbone.info, experiment.budgets, starting_rng(experiment.method, config.seed)
     )
     state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
+    if error := first_refusal(experiment.method, config, state, experiment.backbone.info, experiment.clients):
+        raise error
     _write_facts(experiment)
     if config.evaluation.eval_on_start:
         RunLog(experiment.folder).append(*evaluate_state(experiment, state, 0))
@@ -373,22 +375,11 @@ class _Rounds:
         return clients
 
     def _bytes_refusal(self, bytes_left: ByteBudget, clients: Sequence[ClientInfo], number: int) -> str:
-        """Returns why a round would exceed the limit on the run's bytes; empty if it would not.
-
-        Raises:
-            ConfigError: not even the first round is within the limit.
-        """
+        """Returns why a round would exceed the limit on the run's bytes; empty if it would not."""
         setup, rules = self.setup, self.setup.rules
         asked = sample(number, clients, rules.client_fraction, setup.seed, over_selection=rules.over_selection)
         bytes_left.plan(setup.method, own_state(self.state), setup.model, asked, rules.wire_dtype)
-        refusal = bytes_left.refusal(number)
-        if refusal and number == 1:
-            raise ConfigError(
-                f"The run cannot begin: {refusal}.",
-                "Raise federation.byte_limit, lower method.rank or federation.client_fraction, or set "
-                "federation.wire_dtype=bf16.",
-            )
-        return refusal
+        return bytes_left.refusal(number)
 
     def note(self, event: str, **values: Any) -> None:
         """Records an event: for live views, and in the server's audit log for clients that were asked."""

@@ -18,6 +18,7 @@ from fedguild.model.shapes_only import ShapesOnly
 from fedguild.privacy.secure_sum.fixed_point import MOST_CLIENTS
 from fedguild.privacy.secure_sum.form import require_disclosure
 from fedguild.privacy.secure_sum.graph import FEWEST_CLIENTS
+from fedguild.runs.byte_budget import first_refusal
 from fedguild.runs.guarantee import check_central, check_privacy
 from fedguild.runs.setup.checks import require_room, require_split
 from fedguild.runs.setup.fitting import budgets_of, fitted, method_of, require_preferences
@@ -186,7 +187,7 @@ def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets
     """Raises ConfigError if the method cannot begin with these budgets or clients, before any round.
 
     It begins on shapes alone, with one example for each client. Faults that depend on values or examples are found when
-    the run begins.
+    the run begins. So is a limit on bytes below the first round's, if these depend on values.
     """
     state = _first_state(method, model, list(budgets.values()), config.seed)
     if state is None:
@@ -194,13 +195,17 @@ def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets
     clients = [
         ClientInfo(index, budgets[tier.name], 1) for index, tier in enumerate(config.federation.budget_per_client())
     ]
+    shapes = ShapesOnly()
     try:
-        with ShapesOnly():
-            method.enroll(state, model, clients)
+        with shapes:
+            enrolled = method.enroll(state, model, clients)
+            error = first_refusal(method, config, enrolled, model, clients)
     except FedGuildError:
         raise
     except (ArithmeticError, RuntimeError, ValueError):
         return  # the numbers of examples are made up
+    if error and not shapes.made_up:
+        raise error
 
 
 def _first_state(method: Method, model: ModelInfo, budgets: Sequence[Budget], seed: int) -> Payload | None:
