@@ -115,7 +115,7 @@ def _options(
 ) -> None:
     """Fine-tune one mixture-of-experts language model across clients with unequal budgets.
 
-    Try it, on two CPU cores and offline: fedguild run flame/tiny-tasks
+    Try it offline on two CPU cores: fedguild run flame/tiny-tasks
     """
     context.obj = Invocation(debug=debug)
     if not debug:

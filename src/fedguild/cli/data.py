@@ -44,13 +44,15 @@ def command(
     overrides: OverridesArgument = None,
     model: Annotated[
         str | None,
-        typer.Option("--model", help="Whose tokenizer and chat template to use, as model.path.", show_default=False),
+        typer.Option(
+            "--model", help="Model whose tokenizer and chat template to use, as model.path.", show_default=False
+        ),
     ] = None,
     examples: Annotated[int, typer.Option("--examples", "-n", min=0, help="Training texts to show.")] = 3,
     html: Annotated[Path | None, typer.Option("--html", help="Also write a page to this file.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show what becomes of data: its layout, what is left out or cut, lengths, labels, duplicates, and learned tokens.
+    """Show how data is read: layout, what is left out or cut, lengths, labels, duplicates and learned tokens.
 
     Only the tokenizer of the model is loaded. Data without a config is shown as it is, not partitioned.
     """

@@ -26,7 +26,7 @@ def command(
 
     `evaluation.clients` in the run's config asks for every client's own model, `evaluation.trained` and
     `evaluation.received` for its model as trained and as received, `evaluation.pooled` for the latter on all clients'
-    examples. A method without a global model has only the clients' own.
+    examples. If a method has no global model, only the clients' own models are scored.
     """
     from fedguild.report import units
 

@@ -48,14 +48,13 @@ def command(
     merged: Annotated[bool, typer.Option("--merged", help="The same as --format merged.")] = False,
     round: Annotated[int | None, typer.Option("--round", help="The round to export; the last by default.")] = None,
 ) -> None:
-    """Write a run's model for a budget, or a client's own, in a form that other programs load.
+    """Write a run's model for a budget, or a client's own, in a format that other programs load.
 
-    FOLDER may also be an exported model, such as a site's work/models/latest, which is written in another form.
+    FOLDER may also be an exported model, such as a site's work/models/latest, which is written in another format.
 
-    A merged checkpoint has the budget's active experts in its config. Where an adapter alone
-    cannot carry the model (FLAME's output scale, fewer active experts, experts trained in full), the
-    merged form is written, and where the method acts beside the weights (UB-SMoE, FedAMoLE, PFL-MoE) a checkpoint with
-    modelling code of its own.
+    A merged checkpoint has the budget's active experts in its config. If an adapter alone cannot represent the model
+    (FLAME's output scale, fewer active experts, experts trained in full), the default is merged. If the method changes
+    more than weights (UB-SMoE, FedAMoLE, PFL-MoE), it is a checkpoint with its own modelling code.
     """
     if merged and format in ("per-expert", "code", "gguf"):
         raise ConfigError(f"--merged and --format {format} contradict each other.", "Give one of the two.")

@@ -77,7 +77,7 @@ def init(
 def key(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The new private key.", show_default=False)],
 ) -> None:
-    """Create a client's key pair; the public key, written beside it, goes to the server's operator."""
+    """Create a client's key pair; the public key, written next to it, goes to the server's operator."""
     from fedguild.federation.keys import write_key
 
     typer.echo(write_key(path))
@@ -214,7 +214,7 @@ def check(
     config: Annotated[str, typer.Argument(metavar="CONFIG", help="The run's config.", show_default=False)],
     overrides: OverridesArgument = None,
 ) -> None:
-    """Say what a run's settings can reveal of a site's text, and whether the site accepts the run."""
+    """Show what a run's settings can reveal of a site's text, and whether the site accepts the run."""
     from fedguild.config import load_config
     from fedguild.federation.trainer import check_run
 

@@ -37,9 +37,9 @@ def command(
         bool, typer.Option("--raw", help="Give the prompt as it is, without the template that the run trained with.")
     ] = False,
 ) -> None:
-    """Print what a run's model answers, while it is generated.
+    """Print what a run's model answers, as it is generated.
 
-    Without a PROMPT every line of standard input is one, until its end (Ctrl-D).
+    Without a PROMPT, every line of standard input is a prompt, until its end (Ctrl-D).
     """
     from fedguild.runs.api.generating import open_generator
 

@@ -73,12 +73,12 @@ def command(
             show_default=False,
         ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Take the default of whatever is not given.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Use the defaults for everything not given.")] = False,
 ) -> None:
     """Write a commented config that runs, from six answers: model, data, clients, budgets, method and where.
 
-    What is written has been checked: the method fits the model and the budgets, and data on this machine was read and
-    dealt. A file that exists is never touched.
+    The config is checked before it is written: the method fits the model and the budgets, and data on this machine was
+    read and partitioned. An existing file is never overwritten.
     """
     from fedguild.runs.api import drafting
 

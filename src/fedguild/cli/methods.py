@@ -30,7 +30,7 @@ def command(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", help="Show the options of this method. That imports it, and with it torch; a list does not."
+            metavar="NAME", help="Show the options of this method, which imports it and torch; a list imports nothing."
         ),
     ] = None,
     model: Annotated[

@@ -52,8 +52,8 @@ def command(
     """Show what a mixture of experts loses with fewer active experts, before it is fine-tuned.
 
     The loss on your text at the model's own top-k, half of it, and so on to one active expert, with and without scaling
-    the active experts' weights to sum to one; and how evenly each layer uses its experts. Where one active expert loses
-    nothing, budgets by active experts have nothing to repair on this model.
+    the active experts' weights to sum to one; and how evenly each layer uses its experts. If one active expert loses
+    nothing, methods for fewer active experts have nothing to repair on this model.
     """
     given: list[str | Path] = list(text or ())
     if not given and not sys.stdin.isatty():

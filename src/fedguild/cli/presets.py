@@ -45,8 +45,8 @@ def command(
 ) -> None:
     """List the configs that ship with FedGuild, or print one as a starting point for your own.
 
-    A preset is METHOD/MODEL-DATA: any method on any model and data set that it fits. A variant has a further word at
-    its end, as fedit/tiny-tasks-ranks.
+    A preset is METHOD/MODEL-DATA: any method on any model and data set that it fits. A variant has a
+    suffix, for example fedit/tiny-tasks-ranks.
     """
     method = name if name in axes().methods else None
     if settings:

@@ -59,7 +59,7 @@ def command(
     ] = None,
     published: Annotated[
         bool,
-        typer.Option("--published", help="Show the papers' figures beside ours, and the matching settings."),
+        typer.Option("--published", help="Show the papers' figures next to ours, and the matching settings."),
     ] = False,
     markdown: Annotated[bool, typer.Option("--markdown", hidden=True)] = False,
     as_json: JsonOption = False,

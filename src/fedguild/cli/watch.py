@@ -40,11 +40,11 @@ def command(
         bool, typer.Option("--browser/--no-browser", help="Whether to open the page in the browser.")
     ] = True,
 ) -> None:
-    """Open a local page that follows a run, live or finished, until Ctrl-C; nothing is written, nothing leaves.
+    """Open a local page that follows a run, live or finished, until Ctrl-C; it writes and sends nothing.
 
     The page is served on 127.0.0.1 only, works offline, and shows rounds, time left, scores, clients, costs and the
     log; for a comparison its cells as they fill, for a federation its clients' keys and last contact. Its address,
-    printed here, holds a secret that keeps the machine's other users out.
+    printed here, contains a secret that keeps the machine's other users out.
     """
     with watching(folder, port=port, browser=browser):
         note("Ctrl-C stops it.")
