@@ -9,7 +9,7 @@ from fedguild.client.schedule import learning_rate, plan_steps
 from fedguild.client.sums import _padded_sums
 from fedguild.core.seeding import numpy_rng
 from fedguild.model.slots import SlotModel
-from tests.backbones import tiny_backbone, tiny_model
+from tests.backbones import tiny_model
 from tests.client.clients import (
     ROUND,
     SEED,
@@ -24,11 +24,6 @@ from tests.client.clients import (
 )
 from tests.oracles.lora import MergedModel
 from tests.oracles.optimizer import ClientOptimizer
-
-
-@pytest.fixture(scope="module")
-def exact():
-    return tiny_backbone("olmoe", dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")

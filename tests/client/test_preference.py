@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from fedguild.client.observing import observing
 from fedguild.client.preference import margins, preference_losses, reference_losses, sums_of_rows
 from fedguild.client.schedule import learning_rate, plan_steps
 from fedguild.client.training import train
@@ -29,7 +31,7 @@ from fedguild.model.slots import SlotModel
 from fedguild.privacy.dp.dp_sgd import DpSgd
 from fedguild.privacy.dp.noise import Noise
 from fedguild.server.method import Upload
-from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
+from tests.backbones import PAD, random_rows, tiny_model
 from tests.client.clients import ROUND, SEED, SETTINGS, Client, distance, make_clients, make_cohort
 from tests.methods.test_matrix import CASES, TEN_STEPS, fresh, method_of
 from tests.oracles import dpo as oracle
@@ -92,11 +94,6 @@ def with_pairs(client: Client, seed: int) -> Client:
         skipped = ((row.prompt_length + 1, row.prompt_length + 2),) if number == 0 else ()
         examples.append(replace(row, rejected=Encoded((*ids, 7, 8), row.prompt_length, skipped)))
     return replace(client, examples=tuple(examples))
-
-
-@pytest.fixture(scope="module")
-def exact() -> Backbone:
-    return tiny_backbone("olmoe", dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -189,6 +186,27 @@ def test_a_method_trains_on_pairs_or_says_why_not(label: str, tmp_path: Path) ->
         sent = [(one.task, one.upload) for one in deliveries if one.upload is not None]
         uploads = [Upload(number, task.client, upload, task.download) for task, upload in sent]
         state = federation.method.aggregate(state, uploads)
+
+
+def test_observers_see_the_passes_of_the_training_and_not_those_of_the_reference(exact, clients) -> None:
+    client, found = clients[1], []
+    for observes in (False, True):
+        with SlotModel(exact, [client.plan]) as model:
+            cohort = make_cohort(model, [client], SETTINGS)
+            seen: list[int] = []
+            with (
+                observing(exact.moe, lambda routing, seen=seen: seen.append(routing.layer))
+                if observes
+                else nullcontext()
+            ):
+                for step in cohort.steps(pairs=True):
+                    loss = step.forward()
+                    assert seen == [layer.index for layer in exact.moe if observes]
+                    seen.clear()
+                    step.backward(loss)
+                    step.apply()
+            found.append(cohort.read(0))
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 def test_a_loop_of_its_own_refuses_pairs(exact: Backbone, clients: list[Client]) -> None:

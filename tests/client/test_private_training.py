@@ -19,17 +19,12 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.privacy.dp.dp_sgd import DpSgd
 from fedguild.privacy.dp.noise import Noise
-from tests.backbones import PAD, tiny_backbone
+from tests.backbones import PAD
 from tests.client.clients import Client, distance, flat, make_clients, make_cohort
 from tests.oracles import dp_sgd as oracle
 
 SETTINGS = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=3, steps=2, max_grad_norm=None)
 DP = DpSgd(clip=0.3, noise_multiplier=0.2, probability=0.6, steps=2, divisor=4.5, noise=Noise(b"one"))
-
-
-@pytest.fixture(scope="module")
-def exact() -> Backbone:
-    return tiny_backbone("olmoe", dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")

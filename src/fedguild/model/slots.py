@@ -88,13 +88,15 @@ class SlotModel:
     def set_aside(self) -> Iterator[None]:
         """Detaches the adapters inside the block, so that another SlotModel can be attached.
 
-        Their values stay, also those that a part sets when it attaches.
+        Their values stay, also those that a part sets when it attaches, and so do observers of the routing, which see
+        nothing of the other SlotModel.
 
         Raises:
             ModelError: it runs every row twice, so that its parts cannot be attached again.
         """
         if self.copies > 1:
             raise ModelError("A SlotModel that runs every row twice cannot be set aside.")
+        observers = [list(layer.observers) for layer in self.backbone.moe]
         self.close()
         try:
             yield
@@ -103,6 +105,8 @@ class SlotModel:
             self._attach()
             for name, value in values.items():
                 self.loaded[name].stored.detach().copy_(value)
+            for layer, own in zip(self.backbone.moe, observers, strict=True):
+                layer.observers.extend(own)
             self.backbone.runtime.current = self._pass((1,) * self.slots, None)
 
     @contextmanager
