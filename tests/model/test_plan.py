@@ -7,8 +7,9 @@ import pytest
 from fedguild.core.errors import ConfigError, ModelError
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
+from fedguild.model.backbone import describe_architecture
 from fedguild.model.plan import AdapterPlan, trainable_shapes
-from fedguild.model.targets import targeted_linears
+from fedguild.model.targets import fitting_targets, targeted_linears
 
 Q = "model.layers.0.self_attn.q_proj"
 EXPERTS = "model.layers.1.mlp.experts"
@@ -46,6 +47,12 @@ def test_every_unknown_target_is_named(llama_backbone):
     plan = AdapterPlan((Lora(2, 1.0, ("q_proj", "wq", "wk")),))
     with pytest.raises(ConfigError, match=r"target\(s\) wq, wk name no layer[\s\S]*attention, mlp, down_proj"):
         trainable_shapes(llama_backbone.info, plan)
+
+
+def test_a_model_without_linear_layers_has_no_target():
+    info = describe_architecture({"model_type": "gpt2", "n_layer": 1}, "some GPT-2")
+    with pytest.raises(ModelError, match=r"some GPT-2 \(gpt2\) has no linear layers .*Conv1D[\s\S]*fedprompt"):
+        targeted_linears(info, fitting_targets(info, ("attention",)))
 
 
 @pytest.mark.parametrize("rank", [0, -1])

@@ -166,12 +166,12 @@ class Trainer:
         """Returns how clients take their steps, from the tokens of a pass with all padding and as it is computed."""
         settings, device = self.settings, self.backbone.device
         by_kernel = settings.optimizer != "sgd" and kernels.runs("optimizer", device)
-        pads = pads_attention(self.backbone.model.config, device, self.backbone.dtype)
+        pads = tokens < padded and pads_attention(self.backbone.model.config, device, self.backbone.dtype)
         return StepForm(
             settings.gradient_accumulation_steps,
             by_torch=not by_kernel,
             examples=settings.batch_size if self.private is not None else 0,
-            padded_tokens=padded if tokens < padded and pads else 0,
+            padded_tokens=padded if pads else 0,
         )
 
 

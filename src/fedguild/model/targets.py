@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import get_args
 
-from fedguild.core.errors import ConfigError
+from fedguild.core.errors import ConfigError, ModelError
 from fedguild.model.info import Group, LinearInfo, ModelInfo, MoeInfo
 
 MOE_TARGETS = ("router", "experts")
@@ -22,8 +22,15 @@ def targeted_linears(model: ModelInfo, targets: tuple[str, ...]) -> tuple[Linear
 
     Raises:
         ConfigError: a target names no layer of this model.
-        ModelError: a target needs routers or experts, and the model's family has no description.
+        ModelError: a target needs routers or experts, and the model's family has no description; or no target names
+            anything, because the model has no linear layers.
     """
+    if targets and not (model.linears or model.moe):
+        raise ModelError(
+            f"{model.name} ({model.family}) has no linear layers that LoRA could adapt: projections of GPT-2's "
+            "kind are transformers' Conv1D.",
+            "Choose another model, or a method with soft prompts: fedprompt or fedptuning.",
+        )
     if model.undescribed and (wanted := [target for target in MOE_TARGETS if target in targets]):
         model.require_experts(f"LoRA on {' and '.join(wanted)}")
     chosen, used = [], set()
