@@ -1,9 +1,11 @@
 """fedguild profile."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedguild.measuring.costs import published_claims
 from fedguild.runs.api.profiling import EXAMPLES
@@ -112,3 +114,24 @@ def test_what_each_target_names_is_listed(invoke: Invoke) -> None:
     assert ["mixer", "72", "526", "M", "in_proj,", "out_proj"] in rows
     assert ["mlp", "80", "189", "M", "input_linear,", "output_linear"] in rows
     assert ["experts", "120", "6.04", "G", "gate_proj,", "up_proj,", "down_proj"] in rows
+
+
+def test_the_clients_at_once_are_those_that_half_of_the_free_memory_holds(
+    invoke: Invoke, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, where no number of tokens bounds them; four clients take part in a round."""
+
+    def at_once(free: float) -> str:
+        monkeypatch.setattr("fedguild.engines.cohorts.free_bytes", lambda device: int(free))
+        shown = invoke(
+            "profile", "fedit/llama-dolly", "federation.clients=4", "federation.client_fraction=1", "--examples", "10"
+        ).stdout
+        (line,) = (line for line in shown.splitlines() if line.startswith("federation.cohort_size=auto: "))
+        return line.removeprefix("federation.cohort_size=auto: ")
+
+    monkeypatch.setattr("fedguild.model.backbone.pick_device", lambda device: torch.device("cuda"))
+    assert at_once(1e9) == "none on this machine, whose 1.00 GB free do not hold the 13.5 GB of weights"
+    plenty = at_once(1e12)
+    assert plenty.startswith("4 at once on this machine")
+    (each,) = re.findall(r"estimate: ([\d.]+) GB each", plenty)
+    assert at_once(13.5e9 + 2 * 3.2e9 * float(each)).startswith("3 at once on this machine")

@@ -152,12 +152,17 @@ def _at_once(profile: Profile) -> str:
     from fedguild.model.backbone import pick_device
 
     device, most = pick_device("auto"), max(profile.tiers, key=lambda tier: tier.peak_memory.cohort_bytes).peak_memory
-    free = max(0, free_bytes(device) - most.weights_bytes)
-    fits = clients_at_once(most.cohort_bytes, profile.workload.tokens, free, device)
+    free, weights = free_bytes(device), most.weights_bytes
+    if free <= weights:
+        return (
+            f"federation.cohort_size=auto: none on this machine, whose {byte_count(free)} free do not hold the "
+            f"{byte_count(weights)} of weights"
+        )
+    fits = clients_at_once(most.cohort_bytes, profile.workload.tokens, free - weights, device)
     count = min(fits, profile.server.participants)
     return (
         f"federation.cohort_size=auto: {count} at once on this machine (estimate: {byte_count(most.cohort_bytes)} each "
-        f"for {profile.workload.tokens} tokens, in half of the {byte_count(free)} left)"
+        f"for {profile.workload.tokens} tokens, in half of the {byte_count(free - weights)} left)"
     )
 
 
