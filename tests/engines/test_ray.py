@@ -100,10 +100,21 @@ def shared(_one_ray: None) -> Iterator[SharedEngines]:
 
 
 @pytest.mark.long
-def test_dp_sgd_on_actors_gives_the_bits_of_the_local_engine(models, shared, tmp_path):
-    privacy = ["privacy.unit=example", "privacy.noise_multiplier=2", "privacy.sample_rate=0.1"]
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ["privacy.unit=example", "privacy.sample_rate=0.1"],
+        ["privacy.unit=client"],
+        ["privacy.unit=client", "privacy.trust_model=central"],
+    ],
+)
+def test_private_runs_on_actors_give_the_bits_of_the_local_engine(setting, models, shared, tmp_path):
+    privacy = [*setting, "privacy.noise_multiplier=2"]
     scores = ["evaluation.clients=false", "evaluation.trained=false"]
-    assert_equal_to_local("fedit", models, tmp_path, shared.make, *privacy, *scores)
+    label = (
+        "ffa-lora" if "privacy.trust_model=central" in setting else "fedit"
+    )  # of equal ranks, as central noise needs
+    assert_equal_to_local(label, models, tmp_path, shared.make, *privacy, *scores)
 
 
 @pytest.mark.parametrize("label", METHODS_TO_COMPARE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from fedguild.cli.results import show_run
 from fedguild.config import Config, load_config
 from fedguild.core.errors import ConfigError
+from fedguild.core.layout import CHECKPOINTS
 from fedguild.core.progress import Silent
 from fedguild.measuring.log.folder import load_run
 from fedguild.measuring.log.records import ClientRecord, PrivacyRecord, RoundRecord, RoutingRecord, RunLog
@@ -23,6 +25,7 @@ from fedguild.runs import experiment
 from fedguild.runs.exporting import Subject, export
 from fedguild.runs.privacy_accounts import PrivacyAccounts
 from fedguild.runs.setup import check_config
+from fedguild.server import checkpoint
 from fedguild.server.round import RoundSetup
 from tests.runs.runs import Killed, assert_same, ended, kill_at, load_models_once, small_config
 
@@ -215,3 +218,46 @@ def test_what_no_account_would_hold_is_refused_before_anything_loads(overrides, 
 def test_settings_that_contradict_each_other_are_refused(privacy: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config("fedit/tiny-tasks", [f"privacy.{key}={value}" for key, value in privacy.items()])
+
+
+MEDIAN_OF_THREE = (1 - 3**0.5 / torch.pi) ** 0.5
+"""Standard deviation of the median of three standard normal values."""
+
+
+@pytest.mark.parametrize(
+    ("settings", "share"),
+    [
+        pytest.param(CENTRAL, lambda sizes: 1 / len(sizes), id="central: sigma C / n"),
+        pytest.param(
+            LOCAL, lambda sizes: sum(size**2 for size in sizes) ** 0.5 / sum(sizes), id="local: that of a weighted mean"
+        ),
+        pytest.param(
+            (*LOCAL, "federation.aggregator=median"), lambda sizes: MEDIAN_OF_THREE, id="local, with a robust rule"
+        ),
+    ],
+)
+def test_the_noise_in_what_is_published_is_the_noise_that_is_accounted(settings, share, olmoe_folder, tmp_path):
+    """Measured in the states of six rounds in which nobody learns anything."""
+    public = "privacy.public=[sizes]"
+    quiet = ("training.learning_rate=1e-30", "federation.rounds=6", "federation.save_total_limit=7", public)
+    quiet = (*quiet, "method.targets=[attention]")
+    config = private_config(olmoe_folder, *settings, *quiet, "privacy.noise_multiplier=1.5", "evaluation.every=6")
+    experiment.run(config, tmp_path)
+    states = [
+        checkpoint.load(tmp_path / CHECKPOINTS, number, fingerprint=config.fingerprint()).state for number in range(7)
+    ]
+    drawn = torch.cat(
+        [
+            torch.cat([(after.tensors[name] - before.tensors[name]).flatten() for name in sorted(after.tensors)])
+            for before, after in pairwise(states)
+        ]
+    )
+    accounted = config.privacy.clip * spent(tmp_path)[-1].noise_multiplier[0]
+    assert accounted == pytest.approx(0.15)
+    sizes = experiment.prepare_data(config).sizes()["train"]
+    error = 1 / (2 * len(drawn)) ** 0.5
+    assert error < 0.012
+    assert float(drawn.std()) == pytest.approx(share(sizes) * accounted, rel=4 * error)
+    assert abs(float(drawn.mean())) < 4 * float(drawn.std()) / len(drawn) ** 0.5
+    first, second = drawn.chunk(6)[:2]
+    assert abs(float(torch.corrcoef(torch.stack([first, second]))[0, 1])) < 4 / len(first) ** 0.5

@@ -75,6 +75,34 @@ def test_too_few_shares_leave_the_masks_where_they_are():
     assert looks_uniform(federation.server._values)
 
 
+@pytest.mark.parametrize("clients", [40, *(pytest.param(count, marks=pytest.mark.long) for count in (33, 64, 100))])
+def test_many_clients_of_whom_as_many_drop_out_as_may_and_as_many_collude_as_may(clients):
+    """The sum is exact; a league one below the threshold learns the others' sum, and no secret of one of them."""
+    form = Form({"x": LinearMean((40,), "w")}, {"w": 1})
+    numbers, threshold = contributions(clients, form), threshold_of(clients, 2 / 3)
+    rng = np.random.default_rng(clients)
+    gone = rng.permutation(clients)[: clients - threshold].tolist()
+    silent = {client: STEPS[3 + place % 5] for place, client in enumerate(gone)}
+    federation = Federation(numbers, form, silent)
+    federation.run()
+    weighed = {client: own for client, own in numbers.items() if silent.get(client) != "weigh"}
+    left = [client for client in weighed if silent.get(client) not in ("weigh", "open_weights", "send")]
+    words, values, shares = fixed_point_sums(form, weighed, left, 3)
+    server = federation.server
+    assert (server._words.tolist(), server._values.tolist(), server._value_words.tolist()) == (words, values, shares)
+    victim, *league = [client for client in numbers if client not in silent]
+    holders, secrets = federation.clients[victim]._holders, federation.clients[victim]._seeds
+    assert len(holders) == clients, "nobody chooses whom a client shares its secrets with"
+    assert len(league) == threshold - 1
+    for place, secret in enumerate((secrets[0], *secrets[2:])):
+        known = {peer: federation.clients[peer]._held_shares[victim][place] for peer in league}
+        with pytest.raises(UploadError, match=f"{threshold - 1} share"):
+            recover(known, holders, threshold)
+        assert recover(known, holders, threshold - 1) != secret
+        one_more = {**known, victim: federation.clients[victim]._held_shares[victim][place]}
+        assert recover(one_more, holders, threshold) == secret
+
+
 def test_along_a_sparse_graph_the_sum_is_as_exact(monkeypatch):
     """Each of 12 clients masks with 6 others; of a client and its neighbours 5 of 7 have to be left."""
     monkeypatch.setattr("fedguild.privacy.secure_sum.session.degree_of", lambda clients: 6)
@@ -485,7 +513,7 @@ class TestParts:
             with pytest.raises(UploadError):
                 unseal(key, content)
 
-    @pytest.mark.parametrize(("clients", "degree"), [(5, 4), (32, 31), (33, 32), (64, 36), (1000, 60)])
+    @pytest.mark.parametrize(("clients", "degree"), [(5, 4), (32, 31), (33, 32), (128, 127), (150, 44), (1000, 60)])
     def test_the_graph_is_symmetric_connected_and_of_one_degree(self, clients, degree):
         graph = neighbours(range(clients), degree_of(clients), b"seed")
         assert {len(peers) for peers in graph.values()} == {degree}

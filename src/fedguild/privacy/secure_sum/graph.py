@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 FEWEST_CLIENTS = 3
 """Of two clients each could take its own numbers from the sum."""
-LARGEST_COMPLETE = 32
-"""With more clients the graph is sparse."""
+LARGEST_COMPLETE = 128
+"""With more clients the graph is sparse. Two thirds of all clients are then not always two thirds of a client's
+neighbours, and whoever joins last can choose its keys until colluding clients are the neighbours of one client."""
 
 
 def degree_of(clients: int) -> int:
