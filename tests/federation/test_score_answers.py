@@ -1,4 +1,4 @@
-"""What a site's answer about its scores may hold."""
+"""Answers of sites about their scores, and what they may hold."""
 
 from __future__ import annotations
 

@@ -18,7 +18,8 @@ from fedguild.config.federation import FederationSettings
 from fedguild.config.privacy import PrivacySettings
 from fedguild.config.renamed import with_old_names
 from fedguild.config.training import TrainingSettings
-from fedguild.config.trust import Code, code_of_metric, code_of_model, is_function
+from fedguild.config.trust import Code, code_of_metric, code_of_model
+from fedguild.core.score_names import is_function
 
 NOT_IN_FINGERPRINT = (
     ("name",),

@@ -36,11 +36,6 @@ class Code:
     override: str
 
 
-def is_function(metric: str) -> bool:
-    """Whether a metric's name is that of a Python function, `module:function`."""
-    return ":" in metric
-
-
 def code_of_model(path: str) -> Code:
     setting = "model.trust_remote_code"
     return Code(setting, path, f"the Python code that comes with the model {path}", f"{setting}=true")

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from numbers import Real
 
-from fedguild.config.trust import is_function
 from fedguild.core.errors import ConfigError, FedGuildError, first_line, nearest
 from fedguild.core.plugins import Plugins
+from fedguild.core.score_names import is_function
 
 Metric = Callable[[str, str], float]
 """(generated text, reference) -> score."""
