@@ -1,4 +1,4 @@
-"""Conversations: the layouts of one's own data, recognised by their columns, and one form for all of them.
+"""Conversations: the rows of one's own data, whatever their layout, in one form for all of them.
 
 A row becomes a conversation (`Example.messages`), a prompt with a response, a plain text, or a preference pair of two
 conversations or two responses (`Example.rejected`).
@@ -15,69 +15,28 @@ from typing import Any
 from fedguild.core.errors import DataError
 from fedguild.data.cells import Number, Table, plain, verbatim
 from fedguild.data.example import Example, Message, shared_turns
+from fedguild.data.layouts import (
+    ANSWERS,
+    CHAT_PREFERENCES,
+    COLUMNS,
+    INSTRUCTIONS,
+    PAIRS,
+    PREFERENCES,
+    ROLE_OF,
+    SHARED_PROMPTS,
+    TEXT,
+    TURNS,
+    Layout,
+    is_messages,
+    unlisted,
+)
 
-COLUMNS: dict[str, tuple[str, ...]] = {
-    "messages": ("messages", "conversations", "conversation", "dialogue", "dialog", "chat"),
-    "instruction": ("instruction", "prompt", "question", "query"),
-    "response": ("response", "output", "completion", "answer"),
-    "input": ("input", "context"),
-    "system": ("system", "system_prompt"),
-    "history": ("history",),
-    "text": ("text",),
-    "tools": ("tools", "functions"),
-    "label": ("label", "category"),
-    "task": ("task",),
-    "document": ("document",),
-    "choices": ("choices",),
-    "chosen": ("chosen", "chosen_response"),
-    "rejected": ("rejected", "rejected_response"),
-}
-"""Content of a column -> the names that it may have, in order of preference and in any case."""
 _NESTED = ("messages", "history", "tools", "choices", "instruction", "response", "chosen", "rejected")
-_ROLES = {
-    "system": ("developer",),
-    "user": ("human",),
-    "assistant": ("gpt", "chatgpt", "bot", "model", "bing", "bard"),
-    "tool": ("function", "observation", "function_response", "tool_response", "ipython"),
-}
-ROLE_OF = {name: role for role, others in _ROLES.items() for name in (role, *others)}
 CALLS = ("function_call", "tool_call")
 """Roles of ShareGPT's messages in which the assistant calls tools; the text is JSON."""
 _MORE = ("tool_calls", "name", "tool_call_id", "reasoning_content", "thinking")
-ACCEPTED = (
-    "messages (a list of role and content), conversations (from and value), instruction and response (also prompt, "
-    "question; output, completion, answer), chosen and rejected with or without a prompt, or text"
-)
-
-CHAT, SHAREGPT = "chat messages", "ShareGPT conversations"
-PAIRS = "conversational prompts and completions"
-TURNS = "instructions with a system message or a history"
-INSTRUCTIONS, TEXT = "instructions and responses", "plain text"
-PREFERENCES, SHARED_PROMPTS = "preference pairs", "preference pairs with the prompt in both texts"
-CHAT_PREFERENCES = "conversational preference pairs"
-_ANSWERS = ("chosen", "rejected")
 _HUMAN_AND_ASSISTANT = "\n\nAssistant:"
 """What asks for the answer in Anthropic's HH-RLHF."""
-
-
-@dataclass(frozen=True)
-class Layout:
-    """What a table was recognised as.
-
-    Attributes:
-        name: One of the names above.
-        columns: Content of a column -> its name in the table; columns that are not used are left out.
-    """
-
-    name: str
-    columns: Mapping[str, str]
-
-    @property
-    def is_chat(self) -> bool:
-        return self.name not in (INSTRUCTIONS, TEXT, PREFERENCES, SHARED_PROMPTS)
-
-    def __str__(self) -> str:
-        return f"{self.name} ({', '.join(dict.fromkeys(self.columns.values()))})"
 
 
 @dataclass
@@ -89,80 +48,6 @@ class Tally:
     changed: Counter[str] = field(default_factory=Counter)
 
 
-def recognise(table: Table, named: Mapping[str, str] | None = None) -> Layout:
-    """Returns the layout of a table.
-
-    Args:
-        named: Content of a column -> its name in this table; empty for a column that is not to be used.
-
-    Raises:
-        DataError: a named column is missing, or the columns fit no layout; lists those found and accepted.
-    """
-    named = named or {}
-    found = {key: table.find((named[key],) if named.get(key) else names) for key, names in COLUMNS.items()}
-    columns = {key: name for key, name in found.items() if name is not None and named.get(key) != ""}
-    missing = [name for key, name in named.items() if name and key not in columns]
-    if missing:
-        raise DataError(f"{table.where} has no column {' or '.join(missing)}.", f"Found: {', '.join(table.columns)}.")
-    asked = {"instruction", "response"} <= {key for key, name in named.items() if name}
-    beside = ("label", "task", "document")
-    if {"chosen", "rejected"} <= columns.keys() and not (named.get("response") or named.get("messages")):
-        return _preferences(table, columns, *beside)
-    first = table.first({key: columns[key] for key in ("messages", "instruction", "response") if key in columns})
-    if "messages" in columns and not asked and _is_messages(first["messages"]):
-        sharegpt = any("from" in one for one in _listed(first["messages"]))
-        return _layout(SHAREGPT if sharegpt else CHAT, columns, "messages", "system", "tools", *beside)
-    if {"instruction", "response"} <= columns.keys():
-        if any(_is_messages(first[key]) for key in ("instruction", "response")):
-            return _layout(PAIRS, columns, "instruction", "response", "tools", *beside)
-        used = ("instruction", "input", "response", "choices", *beside)
-        if any(table.first({key: columns[key]})[key] for key in ("system", "history") if key in columns):
-            return _layout(TURNS, columns, "system", "history", *used)
-        return _layout(INSTRUCTIONS, columns, *used)
-    if "text" in columns and not {"instruction", "response"} & named.keys():
-        return _layout(TEXT, columns, "text", *beside)
-    lacking = [key for key in ("instruction", "response") if key not in columns]
-    raise DataError(
-        f"{table.where} lacks a column for the {' and the '.join(lacking)}.",
-        f"Found: {', '.join(table.columns) or 'no columns'}. Accepted: {ACCEPTED}. Other names are given in "
-        "data.options, for example data.options.instruction_column=Frage.",
-    )
-
-
-def _preferences(table: Table, columns: Mapping[str, str], *beside: str) -> Layout:
-    """Returns the layout of a table of preference pairs, whose prompt has a column or is what both answers share."""
-    if "instruction" not in columns and "input" in columns:
-        columns = {**{key: name for key, name in columns.items() if key != "input"}, "instruction": columns["input"]}
-    used = ("instruction", "input", "system", "history", "messages", *_ANSWERS)
-    first = table.first({key: columns[key] for key in used if key in columns})
-    asks = [key for key in ("instruction", "input") if key in columns]
-    if any(_is_messages(_unlisted(first.get(key))) for key in ("instruction", *_ANSWERS)):
-        apart = _begins_with_an_answer(first["chosen"])
-        given = [*asks, "history", *(["messages"] if not asks else [])] if apart else []
-        return _layout(CHAT_PREFERENCES, columns, "system", *given, *_ANSWERS, "tools", *beside)
-    if not asks:
-        return _layout(SHARED_PROMPTS, columns, *_ANSWERS, *beside)
-    if any(first.get(key) for key in ("system", "history")):
-        return _layout(CHAT_PREFERENCES, columns, "system", "history", *asks, *_ANSWERS, *beside)
-    return _layout(PREFERENCES, columns, *asks, *_ANSWERS, *beside)
-
-
-def _unlisted(value: Any) -> Any:
-    """Returns a single message as a list of one."""
-    return [value] if isinstance(value, Mapping) else value
-
-
-def _begins_with_an_answer(value: Any) -> bool:
-    listed = _listed(_unlisted(value))
-    first = listed[0] if listed else None
-    said = first.get("role", first.get("from")) if isinstance(first, Mapping) else "assistant"
-    return ROLE_OF.get(str(said).strip().lower()) != "user" and str(said).strip().lower() != "system"
-
-
-def _layout(name: str, columns: Mapping[str, str], *used: str) -> Layout:
-    return Layout(name, {key: columns[key] for key in used if key in columns})
-
-
 def examples_of(table: Table, layout: Layout, tally: Tally, render: Callable[[str, str], str]) -> Iterator[Example]:
     """Yields a table's examples; counts in `tally` the rows that are left out or changed.
 
@@ -172,75 +57,64 @@ def examples_of(table: Table, layout: Layout, tally: Tally, render: Callable[[st
     Raises:
         DataError: a cell is not what its column must hold; names the row, the column and what was found.
     """
-    for number, row in table.select({key: (name,) for key, name in layout.columns.items()}, nested=_NESTED):
-        cells = {key: row.get(key) for key in COLUMNS}
-        at = _At(table, layout, number)
-        about = _about(cells, at)
+    for number, found in table.select({key: (name,) for key, name in layout.columns.items()}, nested=_NESTED):
+        row = _Row(table, layout, number, {key: found.get(key) for key in COLUMNS}, tally)
+        about = _about(row)
         if layout.name == TEXT:
-            yield Example(prompt="", response=at.text("text", cells["text"]), **about, train_on="everything")
+            yield Example(prompt="", response=row.cell("text"), **about, train_on="everything")
         elif layout.name == INSTRUCTIONS:
-            instruction, given = (at.text(key, cells[key]) for key in ("instruction", "input"))
-            if not (instruction.strip() or given.strip()):
+            prompt = _instruction(row, render)
+            if not prompt:
                 tally.dropped["rows without an instruction"] += 1
                 continue
-            response = at.text("response", cells["response"])
-            choices, answer = _choices(cells["choices"], response, at)
-            prompt = render(instruction, given if given.strip() else "")
+            response = row.cell("response")
+            choices, answer = _choices(row, response)
             yield Example(prompt, response, **about, choices=choices, answer=answer)
         elif layout.name in (PREFERENCES, SHARED_PROMPTS, CHAT_PREFERENCES):
-            pair = _pair(layout, cells, at, tally, render, about)
+            pair = _pair(row, render, about)
             if pair is not None:
                 yield replace(pair[0], rejected=pair[1])
         else:
-            messages = tidied(list(_MESSAGES_OF.get(layout.name, _of_messages)(cells, at)), tally)
+            messages = tidied(list(_MESSAGES_OF.get(layout.name, _of_messages)(row)), tally)
             if messages:
-                tools = at.parsed("tools", cells["tools"]) if cells["tools"] else None
-                yield conversation(messages, tools, **about)
+                yield conversation(messages, _tools(row), **about)
 
 
-def _pair(
-    layout: Layout,
-    cells: Mapping[str, Any],
-    at: _At,
-    tally: Tally,
-    render: Callable[[str, str], str],
-    about: Mapping[str, Any],
-) -> tuple[Example, Example] | None:
+def _instruction(row: _Row, render: Callable[[str, str], str]) -> str:
+    """Returns the prompt of an instruction and its input; empty where a row has neither."""
+    instruction, given = row.cell("instruction"), row.cell("input")
+    if not (instruction.strip() or given.strip()):
+        return ""
+    return render(instruction, given if given.strip() else "")
+
+
+def _pair(row: _Row, render: Callable[[str, str], str], about: Mapping[str, Any]) -> tuple[Example, Example] | None:
     """Returns the examples of the chosen and the rejected answer; None for a pair of which nothing can be learned."""
-    if not (cells["chosen"] and cells["rejected"]):
-        tally.dropped["pairs that lack an answer"] += 1
+    if not (row.cells["chosen"] and row.cells["rejected"]):
+        row.tally.dropped["pairs that lack an answer"] += 1
         return None
-    if layout.name == CHAT_PREFERENCES:
-        pair = _pair_of_conversations(cells, at, tally, about)
-    else:
-        pair = _pair_of_texts(layout, cells, at, tally, render, about)
+    of_chat = row.layout.name == CHAT_PREFERENCES
+    pair = _pair_of_conversations(row, about) if of_chat else _pair_of_texts(row, render, about)
     if pair is not None and (pair[0].messages, pair[0].response) == (pair[1].messages, pair[1].response):
-        tally.dropped["pairs of the same answer twice"] += 1
+        row.tally.dropped["pairs of the same answer twice"] += 1
         return None
     return pair
 
 
 def _pair_of_texts(
-    layout: Layout,
-    cells: Mapping[str, Any],
-    at: _At,
-    tally: Tally,
-    render: Callable[[str, str], str],
-    about: Mapping[str, Any],
+    row: _Row, render: Callable[[str, str], str], about: Mapping[str, Any]
 ) -> tuple[Example, Example] | None:
-    chosen, rejected = (at.text(key, cells[key]) for key in _ANSWERS)
-    if layout.name == SHARED_PROMPTS:
+    chosen, rejected = map(row.cell, ANSWERS)
+    if row.layout.name == SHARED_PROMPTS:
         cut = _end_of_prompt(chosen, rejected)
         prompt, chosen, rejected = chosen[:cut], chosen[cut:], rejected[cut:]
     else:
-        instruction, given = (at.text(key, cells[key]) for key in ("instruction", "input"))
-        asked = bool(instruction.strip() or given.strip())
-        prompt = render(instruction, given if given.strip() else "") if asked else ""
+        prompt = _instruction(row, render)
     if not prompt.strip():
-        tally.dropped["pairs without a prompt"] += 1
+        row.tally.dropped["pairs without a prompt"] += 1
         return None
     if not (chosen.strip() and rejected.strip()):
-        tally.dropped["pairs that lack an answer"] += 1
+        row.tally.dropped["pairs that lack an answer"] += 1
         return None
     return Example(prompt, chosen, **about), Example(prompt, rejected, **about)
 
@@ -257,33 +131,30 @@ def _end_of_prompt(one: str, other: str) -> int:
     return len(one[:shared].rstrip())
 
 
-def _pair_of_conversations(
-    cells: Mapping[str, Any], at: _At, tally: Tally, about: Mapping[str, Any]
-) -> tuple[Example, Example] | None:
-    asked, whole = [*_of_prompt(cells, at)], []
-    for key in _ANSWERS:
-        value = _unlisted(cells[key])
-        turns = [*_messages(key, value, at)] if _is_messages(value) else [Message("assistant", at.text(key, value))]
-        whole.append(tidied([*asked, *turns], tally if key == "chosen" else Tally()))
+def _pair_of_conversations(row: _Row, about: Mapping[str, Any]) -> tuple[Example, Example] | None:
+    asked, whole = [*_of_prompt(row)], []
+    for key in ANSWERS:
+        value = unlisted(row.cells[key])
+        turns = [*_messages(key, value, row)] if is_messages(value) else [Message("assistant", row.text(key, value))]
+        whole.append(tidied([*asked, *turns], row.tally if key == "chosen" else Tally()))
     if not all(whole):
-        tally.dropped["pairs that lack an answer"] += bool(whole[0])
+        row.tally.dropped["pairs that lack an answer"] += bool(whole[0])
         return None
     if not any(turn.role == "user" for turn in whole[0][: shared_turns(*whole)]):
-        tally.dropped["pairs without a prompt"] += 1
+        row.tally.dropped["pairs without a prompt"] += 1
         return None
-    tools = at.parsed("tools", cells["tools"]) if cells["tools"] else None
-    chosen, rejected = (conversation(turns, tools, **about) for turns in whole)
+    chosen, rejected = (conversation(turns, _tools(row), **about) for turns in whole)
     return chosen, rejected
 
 
-def _of_prompt(cells: Mapping[str, Any], at: _At) -> Iterator[Message]:
-    yield from _of_system(cells, at)
-    if _is_messages(cells["instruction"]):
-        yield from _messages("instruction", cells["instruction"], at)
-    elif cells["messages"]:
-        yield from _messages("messages", cells["messages"], at)
-    elif any(cells[key] for key in ("instruction", "input", "history")):
-        yield from [*_of_turns({**cells, "system": None, "response": None}, at)][:-1]
+def _of_prompt(row: _Row) -> Iterator[Message]:
+    yield from _of_system(row)
+    if is_messages(row.cells["instruction"]):
+        yield from _messages("instruction", row.cells["instruction"], row)
+    elif row.cells["messages"]:
+        yield from _messages("messages", row.cells["messages"], row)
+    elif any(row.cells[key] for key in ("instruction", "input", "history")):
+        yield from [*_of_turns(replace(row, cells={**row.cells, "system": None, "response": None}))][:-1]
 
 
 def conversation(
@@ -334,12 +205,17 @@ def tidied(messages: Sequence[Message], tally: Tally) -> list[Message]:
 
 
 @dataclass(frozen=True)
-class _At:
-    """A row, for messages."""
+class _Row:
+    """A row of a table: its cells by their content, and what counts what becomes of it."""
 
     table: Table
     layout: Layout
     number: int
+    cells: Mapping[str, Any]
+    tally: Tally
+
+    def cell(self, key: str) -> str:
+        return self.text(key, self.cells[key])
 
     def error(self, key: str, found: str, accepted: str) -> DataError:
         return self.table.bad_cell(self.number, self.layout.columns.get(key, key), found, accepted)
@@ -364,80 +240,65 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__} ({str(value)[:60]})"
 
 
-def _about(cells: Mapping[str, Any], at: _At) -> dict[str, Any]:
-    task = at.text("task", cells["task"]).strip() or "instructions"
-    label = at.text("label", cells["label"]).strip()
-    if label and isinstance(cells["label"], Number):
+def _about(row: _Row) -> dict[str, Any]:
+    task = row.cell("task").strip() or "instructions"
+    label = row.cell("label").strip()
+    if label and isinstance(row.cells["label"], Number):
         if not float(label).is_integer():
-            raise at.error("label", f"the number {label}", "an integer or a name")
+            raise row.error("label", f"the number {label}", "an integer or a name")
         label = str(int(float(label)))
-    return {"label": label or task, "task": task, "document": at.text("document", cells["document"]).strip()}
+    return {"label": label or task, "task": task, "document": row.cell("document").strip()}
 
 
-def _choices(value: Any, response: str, at: _At) -> tuple[tuple[str, ...], int | None]:
+def _tools(row: _Row) -> Any:
+    return row.parsed("tools", row.cells["tools"]) if row.cells["tools"] else None
+
+
+def _choices(row: _Row, response: str) -> tuple[tuple[str, ...], int | None]:
+    value = row.cells["choices"]
     if not value:
         return (), None
-    listed = at.parsed("choices", value)
-    choices = tuple(at.text("choices", one).strip() for one in listed) if isinstance(listed, list) else ()
+    listed = row.parsed("choices", value)
+    choices = tuple(row.text("choices", one).strip() for one in listed) if isinstance(listed, list) else ()
     if response.strip() not in choices:
         accepted = f"a list that holds the response {response!r}"
-        raise at.error("choices", f"{value!r}", accepted)
+        raise row.error("choices", f"{value!r}", accepted)
     return choices, choices.index(response.strip())
 
 
-def _is_messages(value: Any) -> bool:
-    listed = _listed(value)
-    return bool(listed) and all(
-        isinstance(one, Mapping)
-        and (
-            {"role", "content"} <= one.keys() or {"from", "value"} <= one.keys() or {"role", "tool_calls"} <= one.keys()
-        )
-        for one in listed
-    )
-
-
-def _listed(value: Any) -> list[Any]:
-    if isinstance(value, str) and value.lstrip().startswith("["):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return []
-    return list(value) if isinstance(value, (list, tuple)) else []
-
-
-def _of_system(cells: Mapping[str, Any], at: _At) -> Iterator[Message]:
-    system = at.text("system", cells["system"])
+def _of_system(row: _Row) -> Iterator[Message]:
+    system = row.cell("system")
     if system.strip():
         yield Message("system", system)
 
 
-def _of_messages(cells: Mapping[str, Any], at: _At) -> Iterator[Message]:
-    yield from _of_system(cells, at)
-    yield from _messages("messages", cells["messages"], at)
+def _of_messages(row: _Row) -> Iterator[Message]:
+    yield from _of_system(row)
+    yield from _messages("messages", row.cells["messages"], row)
 
 
-def _messages(key: str, value: Any, at: _At) -> Iterator[Message]:
-    listed = at.parsed(key, value) if value else []
+def _messages(key: str, value: Any, row: _Row) -> Iterator[Message]:
+    listed = row.parsed(key, value) if value else []
     if not isinstance(listed, list):
-        raise at.error(key, _kind(value), "a list of messages")
+        raise row.error(key, _kind(value), "a list of messages")
     for one in listed:
-        yield _message(key, one, at)
+        yield _message(key, one, row)
 
 
-def _message(key: str, raw: Any, at: _At) -> Message:
+def _message(key: str, raw: Any, row: _Row) -> Message:
     if not isinstance(raw, Mapping):
-        raise at.error(key, _kind(raw), "a message with role and content, or from and value")
+        raise row.error(key, _kind(raw), "a message with role and content, or from and value")
     said = raw.get("role", raw.get("from"))
     name = str(said).strip().lower()
     if name not in ROLE_OF and name not in CALLS:
-        raise at.error(key, f"a message of the role {said!r}", ", ".join(ROLE_OF))
-    content = _content(key, raw.get("content", raw.get("value")), at)
+        raise row.error(key, f"a message of the role {said!r}", ", ".join(ROLE_OF))
+    content = _content(key, raw.get("content", raw.get("value")), row)
     more = {field: raw[field] for field in _MORE if raw.get(field)}
     if name in CALLS:
-        calls = at.parsed(key, content)
+        calls = row.parsed(key, content)
         more, content = {"tool_calls": calls if isinstance(calls, list) else [calls]}, ""
     if "tool_calls" in more:
-        more["tool_calls"] = [_call(key, one, at) for one in more["tool_calls"]]
+        more["tool_calls"] = [_call(key, one, row) for one in more["tool_calls"]]
     return Message(
         ROLE_OF.get(name, "assistant"),
         content,
@@ -446,24 +307,24 @@ def _message(key: str, raw: Any, at: _At) -> Message:
     )
 
 
-def _content(key: str, value: Any, at: _At) -> str:
+def _content(key: str, value: Any, row: _Row) -> str:
     """Returns a message's text, which may be a list of parts."""
     if not isinstance(value, list):
-        return at.text(key, value)
+        return row.text(key, value)
     for part in value:
         if not isinstance(part, Mapping) or not isinstance(part.get("text"), str):
-            raise at.error(key, f"a part of a message that is no text ({str(part)[:60]})", "parts with a text")
+            raise row.error(key, f"a part of a message that is no text ({str(part)[:60]})", "parts with a text")
     return "".join(part["text"] for part in value)
 
 
-def _call(key: str, raw: Any, at: _At) -> dict[str, Any]:
+def _call(key: str, raw: Any, row: _Row) -> dict[str, Any]:
     """Returns a tool call in the form of chat templates, the arguments as a mapping."""
     function = raw.get("function", raw) if isinstance(raw, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise at.error(key, f"the tool call {str(raw)[:60]}", "a call with the name of a function and its arguments")
+        raise row.error(key, f"the tool call {str(raw)[:60]}", "a call with the name of a function and its arguments")
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        arguments = at.parsed(key, arguments)
+        arguments = row.parsed(key, arguments)
     name = {"id": raw["id"]} if isinstance(raw.get("id"), str) else {}
     return {**name, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
@@ -477,31 +338,31 @@ def _as_functions(tools: Any) -> list[Any]:
     ]
 
 
-def _of_pairs(cells: Mapping[str, Any], at: _At) -> Iterator[Message]:
+def _of_pairs(row: _Row) -> Iterator[Message]:
     for key, role in (("instruction", "user"), ("response", "assistant")):
-        value = cells[key]
-        if _is_messages(value):
-            yield from _messages(key, value, at)
+        value = row.cells[key]
+        if is_messages(value):
+            yield from _messages(key, value, row)
         else:
-            yield Message(role, at.text(key, value))
+            yield Message(role, row.text(key, value))
 
 
-def _of_turns(cells: Mapping[str, Any], at: _At) -> Iterator[Message]:
-    if cells["system"]:
-        yield Message("system", at.text("system", cells["system"]))
-    history = at.parsed("history", cells["history"]) if cells["history"] else []
-    for pair in _pairs(history, at):
+def _of_turns(row: _Row) -> Iterator[Message]:
+    if row.cells["system"]:
+        yield Message("system", row.cell("system"))
+    history = row.parsed("history", row.cells["history"]) if row.cells["history"] else []
+    for pair in _pairs(history, row):
         yield from (
-            Message(role, at.text("history", one)) for role, one in zip(("user", "assistant"), pair, strict=True)
+            Message(role, row.text("history", one)) for role, one in zip(("user", "assistant"), pair, strict=True)
         )
-    asked = [at.text(key, cells[key]) for key in ("instruction", "input")]
+    asked = [row.cell(key) for key in ("instruction", "input")]
     yield Message("user", "\n\n".join(one for one in asked if one.strip()))
-    yield Message("assistant", at.text("response", cells["response"]))
+    yield Message("assistant", row.cell("response"))
 
 
-def _pairs(history: Any, at: _At) -> Iterable[Sequence[Any]]:
+def _pairs(history: Any, row: _Row) -> Iterable[Sequence[Any]]:
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise at.error("history", _kind(history), "a list of pairs of a question and its answer")
+        raise row.error("history", _kind(history), "a list of pairs of a question and its answer")
     return history
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 
-from fedguild.data.conversation import Tally, examples_of, recognise
+from fedguild.data.conversation import Tally, examples_of
 from fedguild.data.corpora.source import Source
 from fedguild.data.corpora.spec import CorpusSpec
 from fedguild.data.corpora.table import TextForm, read_table
 from fedguild.data.example import Example
+from fedguild.data.layouts import recognise
 from fedguild.data.prompts import render
 
 

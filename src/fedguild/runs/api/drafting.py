@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Literal
 from fedguild.config import Config, load_config
 from fedguild.config.yaml_reading import parse
 from fedguild.core.errors import ConfigError, DataError, FedGuildError, nearest
-from fedguild.data.conversation import ACCEPTED, COLUMNS, recognise
 from fedguild.data.corpora import CORPORA, corpus_spec
 from fedguild.data.corpora.source import HubDataset, Source, is_here, locate
 from fedguild.data.corpora.table import read_table
+from fedguild.data.layouts import ACCEPTED, COLUMNS, recognise
 from fedguild.methods import METHODS
 from fedguild.model.packaged import PACKAGED
 
