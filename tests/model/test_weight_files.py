@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from fedguild.core.errors import ModelError
 from fedguild.model import pretrained, weight_files
 from fedguild.model.backbone import inspect_model
-from fedguild.model.weight_files import INDEX, WEIGHTS
+from fedguild.model.weight_files import INDEX, WEIGHTS, LoadingReport
 from tests.backbones import FAMILIES
 from tests.runs.runs import save_model
 
@@ -169,3 +169,9 @@ def test_a_folder_without_a_config_no_folder_and_a_file(folder: Path, tmp_path: 
     (folder / "config.json").unlink()
     assert "the folder has no config.json" in told(folder)
     assert "there is no such folder" in told(tmp_path / "nowhere")
+
+
+def test_a_gguf_file_that_is_read_in_part_is_said_to_be_one():
+    report = LoadingReport(missing=["mlp.experts.w"], unexpected=[], mismatched=[], expected=["mlp.experts.w"])
+    with pytest.raises(ModelError, match=r"expects in a GGUF file.* 1 missing: mlp.experts.w.*\n.*safetensors"):
+        report.require_agreement("out/model.gguf")

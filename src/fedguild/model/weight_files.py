@@ -124,9 +124,18 @@ class LoadingReport:
             if items
         ]
         if complaints:
+            whose, hint = (
+                "its config.json describes",
+                "Put back the config.json that belongs to these weights, or download",
+            )
+            if source.endswith(".gguf"):
+                whose = "transformers expects in a GGUF file of this architecture"
+                hint = (
+                    "It reads some architectures in part, experts above all: take the model's safetensors, or download"
+                )
             raise ModelError(
-                f"The weights in {source} are not those that its config.json describes; {'; '.join(complaints)}.",
-                "Put back the config.json that belongs to these weights, or download the model again.",
+                f"The weights in {source} are not those that {whose}; {'; '.join(complaints)}.",
+                f"{hint} the model again.",
             )
 
 

@@ -26,7 +26,7 @@ MOST_REASONS = 50
 """A client that is turned away for more different reasons than this is not asked again by this run's process."""
 HELLO_BYTES = 2**20
 """Largest description of itself that a node may send; an honest one has about 300 bytes."""
-POLL_SECONDS = 0.5
+POLL_SECONDS = 0.2
 STATUS_SECONDS = 15.0
 GRACE_SECONDS = 60.0
 """Time for which a run waits for clients that its quorum does not need."""
