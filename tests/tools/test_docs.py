@@ -421,8 +421,13 @@ def test_a_choice_near_chance_is_refused(spread, refused, tmp_path, monkeypatch,
 
 
 def test_the_pages_are_written_after_tables_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    monkeypatch.setattr(generate, "outdated", lambda parts: asked.append(parts) or {})
+    asked: list[list[str]] = []
+
+    def nothing_outdated(parts: list[str]) -> dict[Path, str]:
+        asked.append(parts)
+        return {}
+
+    monkeypatch.setattr(generate, "outdated", nothing_outdated)
     monkeypatch.setattr(generate, "strays", list)
     assert recording.main(["--recorded"]) == 0
     assert asked == [["recorded", "overview", "results"]]
