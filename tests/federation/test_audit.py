@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +24,20 @@ def test_entries_come_back_in_order_and_only_their_user_can_read_them(tmp_path: 
     assert log.path.stat().st_mode & 0o777 == 0o600
     assert log.path.parent.stat().st_mode & 0o777 == 0o700
     assert len(log.path.read_text("utf-8").splitlines()) == 2
+
+
+def test_an_entry_costs_the_same_however_long_the_log_is(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path)
+    for number in range(3):
+        log.extend("round", [{"round": number, "rejected": {"2": "x" * 300}}] * 4000)
+    log.path.open("ab").write(b'{"torn')
+    tracemalloc.start()
+    log.append("ended", why="y" * 200_000)
+    log.append("ended")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1.5e6 < log.path.stat().st_size / 3
+    assert len(log.read()) == 12002
 
 
 def test_several_writers_make_one_chain(tmp_path: Path) -> None:
