@@ -243,7 +243,7 @@ def score_of(cell: Cell, rounds: int) -> dict[str, float]:
 
 
 def table(results: Mapping[str, Mapping[str, float]], seeds: int) -> str:
-    """Returns the results as a table of Markdown: mean and standard deviation over the seeds."""
+    """Returns a table of Markdown: mean and standard deviation over the seeds, and how many these are if not all."""
     lines = [f"| attack | {' | '.join(AGGREGATORS)} |", "| --- |" + " --- |" * len(AGGREGATORS)]
     rows = groupby(
         sorted(
@@ -257,10 +257,12 @@ def table(results: Mapping[str, Mapping[str, float]], seeds: int) -> str:
         for aggregator in AGGREGATORS:
             keys = [cell.key for cell in among if cell.aggregator == aggregator]
             scores = [results[key]["score"] for key in keys if key in results]
-            deviation = f" ± {stdev(scores):.3f}" if len(scores) > 1 else ""
-            shown.append(f"{mean(scores):.3f}{deviation}" if scores else "")
+            deviation = f" ± {stdev(scores):.2f}" if len(scores) > 1 else ""
+            fewer = f" ({len(scores)})" if len(scores) < seeds else ""
+            shown.append(f"{mean(scores):.2f}{deviation}{fewer}" if scores else "")
         who = f"{hostile} of {clients}" if hostile else f"{clients} clients, Dirichlet {alpha:g}"
-        lines.append(f"| {attack}, {who} | {' | '.join(shown)} |")
+        if any(shown):
+            lines.append(f"| {attack}, {who} | {' | '.join(shown)} |")
     return "\n".join(lines)
 
 
