@@ -13,8 +13,10 @@ import argparse
 import html
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -36,6 +38,7 @@ from fedguild.model.families import FAMILIES
 from fedguild.model.info import ModelInfo
 from fedguild.model.known import known_models
 from fedguild.model.moe.family import Family
+from fedguild.model.targets import fitting_targets
 from fedguild.report import table_figures
 from fedguild.server.method import is_client_mean
 from tools.records.cells import CellRecord, read_choices, read_records
@@ -387,10 +390,27 @@ def _decisions(page: Path) -> str:
 
 
 def _families(page: Path) -> str:
-    """Returns the families of mixture-of-experts models whose routers and experts can be adapted."""
-    described = [(one, FAMILIES.load(one.name)) for one in FAMILIES.found()]
-    rows = [[f"`{one.name}`", one.title, _told(family), family.since] for one, family in described]
-    return _as_markdown([["model_type", "family", "weights of the active experts", "transformers"], *rows])
+    """Returns the families of mixture-of-experts models whose routers and experts can be adapted, with their exports.
+
+    Those are the forms that tests/export/test_every_family.py and test_switch.py load back.
+    """
+    with _tests_importable():
+        stacked = import_module("tests.families").STACKED
+    rows = [["model_type", "family", "weights of the active experts", "exports", "transformers"]]
+    for one in FAMILIES.found():
+        family = FAMILIES.load(one.name)
+        exports = "merged, adapter" if one.name in {*stacked, "switch_transformers"} else "merged, adapter, by expert"
+        rows.append([f"`{one.name}`", one.title, _told(family), exports, family.since])
+    return _as_markdown(rows)
+
+
+@contextmanager
+def _tests_importable() -> Iterator[None]:
+    sys.path.insert(0, str(ROOT))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(ROOT))
 
 
 def _told(family: Family) -> str:
@@ -408,11 +428,14 @@ def _told(family: Family) -> str:
 
 def _memory_of_models(page: Path) -> str:
     """Returns the estimated memory of a training step for every known model, and the smallest GPU that has it."""
-    rows = [["model", "family", "trained", "16 bit", "GPU", "4 bit"], ["---", "---", "---", "---:", "---:", "---:"]]
+    of_attention, of_all = (f"{trained}: 16 bit" for trained in ("attention", "and experts or MLPs"))
+    titles = ["model", "family", of_attention, "GPU", "4 bit", of_all, "GPU", "4 bit"]
+    rows = [titles, ["---", "---", *["---:"] * 6]]
     for known in known_models():
-        model = describe_config(known.name)
+        model, cells = describe_config(known.name), []
         packable = model.family not in ("gpt_oss", "switch_transformers")  # published in MXFP4; experts one by one
-        for targets in (("attention",), ("attention", "experts") if model.moe else ("attention", "mlp")):
+        mixing = fitting_targets(model, ("attention",))
+        for targets in (mixing, (*mixing, "experts") if model.moe else (*mixing, "mlp")):
             plan = build_method("fedit", {"rank": 8, "targets": targets}).plan(model, _budget(model))
             wide, narrow = (
                 memory(model, plan, TOKENS_OF_STEP, dtype=torch.bfloat16, checkpointing=True, four_bit=four_bit)
@@ -421,7 +444,8 @@ def _memory_of_models(page: Path) -> str:
             size = wide.total_bytes / 2**30
             fitting = next((f"{each} GiB" for each in GPU_GIB if size <= USABLE * each), "several")
             packed = f"{narrow.total_bytes / 2**30:,.1f} GiB" if packable else "–"
-            rows.append([known.hub_id, f"`{model.family}`", " and ".join(targets), f"{size:,.1f} GiB", fitting, packed])
+            cells += [f"{size:,.1f} GiB", fitting, packed]
+        rows.append([known.hub_id, f"`{model.family}`", *cells])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
@@ -449,11 +473,8 @@ def _attacks(page: Path) -> str:
     Raises:
         ValueError: `BEFORE_ATTACKS` names an attack that is not among them.
     """
-    sys.path.insert(0, str(ROOT))
-    try:
+    with _tests_importable():
         from tests.trust import attacks
-    finally:
-        sys.path.remove(str(ROOT))
     tables: dict[str, Mapping[str, str]] = {
         "TRAIN": {name: f"rejected: “… {reason} …”" for name, (_, reason) in attacks.TRAIN.items()},
         "HELLO": dict.fromkeys(attacks.HELLO, "it does not take part"),

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
 from transformers.utils.import_utils import is_accelerate_available
 from transformers.utils.quantization_config import Mxfp4Config
 
@@ -452,6 +453,11 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
 def _described_known(name: str) -> ModelInfo:
     known = find_known(name)
     assert known is not None
+    if (architecture := known.config["model_type"]) not in CONFIG_MAPPING:
+        raise ModelError(
+            f"transformers {transformers.__version__} has no architecture '{architecture}', of {known.hub_id}.",
+            "Update transformers.",
+        )
     return _described(AutoConfig.for_model(**known.config), known.hub_id)
 
 
