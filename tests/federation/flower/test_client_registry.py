@@ -1,4 +1,4 @@
-"""A client that is turned away again and again, for another reason each time, under whatever keys."""
+"""Clients that are turned away again and again, under whatever keys, or that never say who they are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from fedguild.federation.flower import client_registry
 from fedguild.federation.flower.client_registry import MOST_REASONS, ClientRegistry
+from fedguild.federation.flower.ipc import TRAINER_DIED
 
 
 @pytest.mark.parametrize("keys", [1, 500], ids=["one key", "another key each time"])
@@ -36,3 +37,18 @@ def test_a_client_that_is_never_the_same_is_not_asked_for_ever(keys, monkeypatch
     assert "this run asks it no more" in lines[-1]
     if keys == 1:
         assert len(asked) == MOST_REASONS + 1
+
+
+def test_a_client_that_never_says_who_it_is_is_asked_a_few_times_an_hour(monkeypatch):
+    clock, asked, lines = SimpleNamespace(now=0.0), [], []
+    monkeypatch.setattr(client_registry.time, "monotonic", lambda: clock.now)
+    transport = SimpleNamespace(
+        nodes=lambda: [SimpleNamespace(id=100, name="client-000")],
+        send=lambda node, message, ttl_seconds: asked.append(message) or str(len(asked)),
+        poll=lambda message_id, largest: asked[-1].reply(failure=f"{TRAINER_DIED} {message_id}"),
+    )
+    registry = ClientRegistry(transport, "ab" * 16, 1, {}, echo=lines.append)
+    while clock.now < 86_400:
+        registry.refresh()
+        clock.now += 0.5
+    assert len(asked) == len(lines) < 24 * 7
