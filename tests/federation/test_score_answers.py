@@ -17,6 +17,11 @@ RECORD = {"round": 1, "scope": "client", "name": "client-000", "split": "test", 
     [
         ({"metric": "accuracy and rouge_l", "metrics": {"accuracy": 0.5}}, ""),
         ({"metric": "accuracy and a secret"}, "have the metric 'a secret'"),
+        ({"task_metrics": {"a": "a secret", "b": "accuracy"}}, "have the metric 'a secret'"),
+        (
+            {"task_metrics": {"a": "accuracy", "b": "rouge_l", "c": "rouge_l"}},
+            "have 3 tasks, but are means over at most 2",
+        ),
         ({"metrics": {"beauty": 1.0}}, "have the metric 'beauty'"),
         ({"by_task": {"a": 0.5, "b": 0.5, "c": 0.5}}, "have 3 tasks, but are means over at most 2"),
     ],

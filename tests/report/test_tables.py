@@ -12,7 +12,7 @@ from fedguild.measuring.log.folder import Run
 from fedguild.report.costs import client_totals
 from fedguild.report.grid import Grid
 from fedguild.report.tables import routing_grid, run_table, task_grid, training_grid
-from tests.report.runs import START
+from tests.report.runs import LABELS, START
 
 
 def printed(grid: Grid, width: int = 200) -> str:
@@ -88,6 +88,16 @@ def test_the_table_prints_the_same_numbers_everywhere(run: Run) -> None:
     terminal = next(line for line in printed(table.grid()).splitlines() if "b4" in line)
     assert terminal.split()[:4] == ["b4", "1", "0.142", score]
     assert json.loads(json.dumps(table.to_json()))["rows"][3]["score"] == table.rows[3].score
+
+
+def test_tasks_with_unlike_metrics_say_which_is_theirs(run: Run) -> None:
+    unlike = {label: "accuracy" if place else "rouge_l" for place, label in enumerate(LABELS)}
+    scored = [record.model_copy(update={"task_metrics": unlike}) for record in run.evaluations]
+    changed = dataclasses.replace(run, evaluations=scored)
+    tasks = task_grid(changed)
+    assert tasks is not None
+    assert [row[0].text for row in tasks.rows][:2] == ["add (ROUGE\u2011L)", "choose (accuracy)"]
+    assert dict(changed.frame("tasks")[["task", "metric"]].to_numpy().tolist()) == unlike
 
 
 def test_the_other_tables_of_a_run(run: Run) -> None:

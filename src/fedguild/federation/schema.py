@@ -183,6 +183,7 @@ class Score(_Part):
     metric: Name | Literal[""] = ""
     metrics: dict[Name, Metric | Literal["Infinity"]] = Field(default_factory=dict, max_length=64)
     by_task: dict[Task, Share] = Field(default_factory=dict, max_length=LARGEST_TASKS)
+    task_metrics: dict[Task, Name] = Field(default_factory=dict, max_length=LARGEST_TASKS)
     examples: Count | None = None
     active_experts: Annotated[int, Field(ge=0, le=LARGEST_CLIENT)] | None = None
     inference_flops_per_token: Annotated[float, Field(ge=0, le=LARGEST_METRIC, allow_inf_nan=False)] | None = None
@@ -217,13 +218,15 @@ class ScoreAnswer(_Part):
             UploadError: it holds more.
         """
         record = self.records[0]
-        unknown = sorted({*record.metrics, *names_of(record.metric)} - set(metrics))
+        named = {name for metric in (record.metric, *record.task_metrics.values()) for name in names_of(metric)}
+        unknown = sorted({*record.metrics, *named} - set(metrics))
         if unknown:
             known = ", ".join(sorted(metrics))
             raise UploadError(f"{client}: its scores have the metric '{unknown[0]}', but the run's are {known}.")
-        if most_examples is not None and len(record.by_task) > most_examples:
+        tasks = len({*record.by_task, *record.task_metrics})
+        if most_examples is not None and tasks > most_examples:
             raise UploadError(
-                f"{client}: its scores have {len(record.by_task)} tasks, but are means over at most {most_examples} "
+                f"{client}: its scores have {tasks} tasks, but are means over at most {most_examples} "
                 "examples (evaluation.max_examples)."
             )
 

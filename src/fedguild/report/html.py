@@ -167,7 +167,7 @@ def data_facts(view: DataView) -> list[str]:
         f"{view.train} training and {view.test} test examples",
         *([f"{tokens} tokens, {view.learned} of them learned"] if tokens else []),
         *([f"{min(view.lengths)} to {max(view.lengths)} tokens a text"] if tokens else []),
-        f"{len(view.labels)} labels",
+        units.count_of(len(view.labels), "label"),
     ]
 
 

@@ -267,13 +267,21 @@ def privacy_grid(run: Run) -> Grid | None:
 
 
 def task_grid(run: Run) -> Grid | None:
-    """Returns task × budget scores at the last evaluated round; None for a single task."""
+    """Returns task × budget scores at the last evaluated round; None for a single task.
+
+    A task is named with its metric where the tasks' metrics differ.
+    """
     scored = run.scored("budget", run.last_round)
     names = [budget.name for budget in run.budgets()]
     tasks = sorted({task for name in names for task in scored[name].by_task})
     if len(tasks) < 2:
         return None
-    body = [(Cell(task), *(Cell(units.score(scored[name].by_task.get(task))) for name in names)) for task in tasks]
+    measured = {task: metric for name in names for task, metric in scored[name].task_metrics.items()}
+    titles = {task: f"{task} ({metric_name([metric])})" for task, metric in measured.items()}
+    body = [
+        (Cell(titles.get(task, task)), *(Cell(units.score(scored[name].by_task.get(task))) for name in names))
+        for task in tasks
+    ]
     return Grid(
         f"{metric_heading(run.metric)} by task after round {run.last_round}",
         (Cell("Task"), *map(Cell, names)),

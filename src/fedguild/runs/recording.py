@@ -87,6 +87,7 @@ def evaluation_record(
         perplexity: Whether to record the perplexity of the reference responses.
     """
     scope, number, split = where
+    of_tasks = {task: summary.metric for task, summary in scores.by_task.items() if summary.score is not None}
     return EvaluationRecord(
         round=number,
         scope=scope,
@@ -96,6 +97,7 @@ def evaluation_record(
         metric=scores.overall.metric,
         metrics=_measures(scores.overall, perplexity),
         by_task={task: summary.score for task, summary in scores.by_task.items() if summary.score is not None},
+        task_metrics=of_tasks if len({*of_tasks.values()}) > 1 else {},
         examples=scores.overall.count,
         active_experts=plan.active_experts,
         inference_flops_per_token=float(flops_per_token),

@@ -269,7 +269,8 @@ class Run(Described):
         elif of == "tasks":
             for score in self.evaluations:
                 place = score.model_dump(include={"round", "scope", "name", "split"})
-                yield from ({**place, "task": task, "score": value} for task, value in score.by_task.items())
+                for task, value in score.by_task.items():
+                    yield {**place, "task": task, "score": value, "metric": score.task_metrics.get(task, score.metric)}
         elif of == "clients":
             for trained in self.clients:
                 parts = {f"upload_bytes_{part}": size for part, size in trained.upload_parts.items()}

@@ -176,6 +176,7 @@ class EvaluationRecord(_Row):
         metrics: Every metric by name, for example `accuracy`, `rouge_l`, `perplexity`; of a mean over
             clients `deviation`, the sample standard deviation over them.
         by_task: The primary score by task.
+        task_metrics: The metric of each task's score, where they differ.
         examples: Number of examples scored.
         active_experts: Active experts per token in this evaluation.
         inference_flops_per_token: Forward FLOPs of the evaluated model for a token, adapters merged.
@@ -190,6 +191,7 @@ class EvaluationRecord(_Row):
     metric: str = ""
     metrics: dict[str, float] = Field(default_factory=dict)
     by_task: dict[str, float] = Field(default_factory=dict)
+    task_metrics: dict[str, str] = Field(default_factory=dict)
     examples: int | None = None
     active_experts: int | None = None
     inference_flops_per_token: float | None = None
