@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -275,9 +277,24 @@ def test_the_round_loop_leaves_its_outcome(ends, outcome, guild, monkeypatch, ca
         server_app.main(None, {"ticket": "7", "round": -1})  # type: ignore[arg-type]
     assert asked == [1 if failed else None]
     assert json.loads((guild.state / "outcomes" / "7.json").read_text()) == outcome
+    logged = _logged_by_flower(ends) if failed else False
+    assert logged == isinstance(ends, ValueError), "a traceback is printed for a fault of the program alone"
     printed = capsys.readouterr().out
     assert printed.startswith("Loading.\nRound 1 of 2.\n")
     assert ("Accuracy: large 0.500." in printed) == (outcome["status"] == "done")
+
+
+def _logged_by_flower(error: BaseException) -> bool:
+    """Logs an error as Flower does when its app ends by it; returns whether anything is written."""
+    stream, logger = io.StringIO(), logging.getLogger("flwr")
+    handler = logging.StreamHandler(stream)
+    logger.addHandler(handler)
+    try:
+        logger.error("ServerApp raised an exception", exc_info=error)
+    finally:
+        logger.removeHandler(handler)
+        logger.filters.clear()
+    return "raised an exception" in stream.getvalue()
 
 
 PROGRAM = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -54,13 +55,19 @@ def main(transport: GridTransport, run_config: Mapping[str, Any]) -> None:
     except FedGuildError as error:
         outcome |= {"message": error.message, "hint": error.hint}
         print(f"The run stopped: {error}", flush=True)
-        raise
+        logging.getLogger("flwr").addFilter(_is_news)
+        raise  # so that Flower marks the run as failed
     except Exception as error:
         outcome |= {"message": f"{type(error).__name__}: {error}"}
         traceback.print_exc()
         raise
     finally:
         write_json(path, outcome)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a record is no report of an error that was printed as a message, which has a traceback besides."""
+    return not (record.exc_info and isinstance(record.exc_info[1], FedGuildError))
 
 
 def _before_sigterm(action: Callable[[], None]) -> None:
