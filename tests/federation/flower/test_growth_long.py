@@ -1,4 +1,4 @@
-"""What a thousand rounds leave behind, in which one member is rejected or late each time."""
+"""Growth of logs and memory over a thousand rounds, in which one member is rejected or late each time."""
 
 from __future__ import annotations
 
