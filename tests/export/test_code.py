@@ -27,7 +27,7 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Deployment
 from tests import families
-from tests.backbones import MOE_FAMILIES, random_adapter, tiny_backbone
+from tests.backbones import MOE_FAMILIES, is_released, random_adapter, tiny_backbone
 
 PROMPTS = [[5, 9, 3, 7], [4, 8], [11, 6, 10]]
 EVERYWHERE = ("attention", "router", "experts")
@@ -99,12 +99,23 @@ def test_plain_transformers_computes_and_generates_what_fedguild_does(label: str
     assert (plain - expected[1]).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "hunyuan_v1_moe", "gpt_oss"])
-def test_other_families(family: str, tmp_path: Path) -> None:
+ORDINARY = ("mixtral", "gpt_oss", "minimax")
+SOFTMAX = [
+    *("aria_text", "deepseek_v2", "flex_olmo", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+    *("hunyuan_v1_moe", "jamba", "mellum", "olmoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next"),
+]
+
+
+@pytest.mark.parametrize("family", [*ORDINARY, *(pytest.param(name, marks=pytest.mark.long) for name in SOFTMAX)])
+def test_every_family_whose_routing_can_be_modulated(family: str, tmp_path: Path) -> None:
+    """MiniMax has a cache of its own, which forgets in transformers, too, that a row is padded."""
+    if not is_released(family):
+        pytest.skip(f"this transformers is too old for {family}")
     backbone, deployment = made(PARTS["modulated"], family)
     write_code(tmp_path / "model", backbone, deployment)
     found, expected = seen(loaded(tmp_path / "model")), seen(attached(backbone, deployment))
     torch.testing.assert_close(found[0], expected[0], rtol=0, atol=1e-5 * float(expected[0].abs().max()))
+    assert torch.equal(found[2][:1], expected[2][:1])
 
 
 def test_the_folder_needs_no_fedguild_and_loses_no_precision(tmp_path: Path) -> None:
@@ -115,7 +126,7 @@ def test_the_folder_needs_no_fedguild_and_loses_no_precision(tmp_path: Path) -> 
     assert not re.search(r"^(import|from) fedguild", code, re.MULTILINE)
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config["num_experts_per_tok"] == 2
-    assert config["auto_map"] == {"AutoModelForCausalLM": "modeling_fedguild.FedGuildForCausalLM"}
+    assert config["auto_map"] == {"AutoModelForCausalLM": "modeling_fedguild.FedGuildOlmoeForCausalLM"}
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True, dtype=torch.bfloat16)
     phi = dict(half.named_buffers())
     ours = {f"fedguild.{name.replace('.', '/')}": value for name, value in deployment.tensors.items() if "phi" in name}

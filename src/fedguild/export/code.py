@@ -17,6 +17,7 @@ from fedguild.server.method import Deployment
 
 MODULE = "modeling_fedguild"
 CLASS = "FedGuildForCausalLM"
+"""The name of the class in `AdapterPart.standalone`; in a folder, the base class's name is in it."""
 _BASE = "from transformers import PreTrainedModel as Base\n"
 
 
@@ -51,17 +52,19 @@ def write_code(folder: Path, backbone: Backbone, deployment: Deployment) -> None
             "Use `fedguild.load_model` or `fedguild generate`, which need no export.",
         )
     part, standalone = found
+    name = f"FedGuild{kind.__name__}"  # transformers chooses MiniMax's cache by the name of the class
     kept = [one for one in deployment.plan.parts if one is not part and standalone.merges]
     plan = deployment.plan.without(*(type(one) for one in deployment.plan.parts if one not in kept))
-    names = {name for one in kept for name in one.shapes(backbone.info)}
-    rest = {name: value for name, value in deployment.tensors.items() if name in names}
-    further = {f"fedguild.{name.replace('.', '/')}": value.float() for name, value in standalone.tensors.items()}
-    shapes = {name: list(value.shape) for name, value in standalone.tensors.items()}
+    held = {key for one in kept for key in one.shapes(backbone.info)}
+    rest = {key: value for key, value in deployment.tensors.items() if key in held}
+    further = {f"fedguild.{key.replace('.', '/')}": value.float() for key, value in standalone.tensors.items()}
+    shapes = {key: list(value.shape) for key, value in standalone.tensors.items()}
     settings = {
-        "architectures": [CLASS],
-        "auto_map": {"AutoModelForCausalLM": f"{MODULE}.{CLASS}"},
+        "architectures": [name],
+        "auto_map": {"AutoModelForCausalLM": f"{MODULE}.{name}"},
         "fedguild": {**standalone.settings, "shapes": shapes},
     }
     write_merged(folder, backbone, Deployment(plan, rest, deployment.merged), further=further, settings=settings)
     code = standalone.source.read_text("utf-8")
-    write_text(folder / f"{MODULE}.py", code.replace(_BASE, f"from transformers import {kind.__name__} as Base\n"))
+    code = code.replace(_BASE, f"from transformers import {kind.__name__} as Base\n").replace(CLASS, name)
+    write_text(folder / f"{MODULE}.py", code)
