@@ -258,6 +258,8 @@ class SlotModel:
         rows = [row for slot_rows in prompts for row in slot_rows]
         if not rows:
             return [[] for _ in prompts]
+        if len(lengths := {len(row) for row in rows}) > 1 and not self.backbone.model._supports_default_dynamic_cache():
+            return self._by_length(prompts, lengths, max_new_tokens)
         try:
             return self._generate(rows, prompts, max_new_tokens)
         except torch.OutOfMemoryError:
@@ -266,6 +268,16 @@ class SlotModel:
         torch.cuda.empty_cache()
         first, second = (self.generate(half, max_new_tokens) for half in _halves(prompts))
         return [[*one, *other] for one, other in zip(first, second, strict=True)]
+
+    def _by_length(
+        self, prompts: Sequence[Sequence[Sequence[int]]], lengths: set[int], max_new_tokens: int
+    ) -> list[list[list[int]]]:
+        """Returns the continuations of a model whose own cache forgets padding, as MiniMax's."""
+        found = {}
+        for length in sorted(lengths):
+            own = [[row for row in rows if len(row) == length] for rows in prompts]
+            found[length] = [iter(texts) for texts in self.generate(own, max_new_tokens)]
+        return [[next(found[len(row)][slot]) for row in rows] for slot, rows in enumerate(prompts)]
 
     def _generate(
         self, rows: Sequence[Sequence[int]], prompts: Sequence[Sequence[Sequence[int]]], max_new_tokens: int
