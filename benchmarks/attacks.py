@@ -87,13 +87,13 @@ class Cell:
 
 
 def cells(seeds: int) -> list[Cell]:
-    """Returns all cells, those that decide most first; one and three of 8, and 5 of 20, not in all combinations."""
+    """Returns all cells, those that decide most first; one and three of 8, and 5 of 20, not by all aggregators."""
     few = ("none", "centered_clipping", "default")
     groups = [
         [(8, 0.5, 0, NOBODY, AGGREGATORS), *((8, 0.5, 2, attack, AGGREGATORS) for attack in ATTACKS)],
         [(8, alpha, 0, NOBODY, AGGREGATORS) for alpha in (0.1, 100.0)],
-        [(8, 0.5, hostile, attack, few) for hostile in (1, 3) for attack in ("sign flip", "ALIE")],
-        [(20, 0.5, 0, NOBODY, few), *((20, 0.5, 5, attack, few) for attack in ("sign flip", "ALIE", "IPM"))],
+        [(8, 0.5, hostile, attack, few) for hostile in (1, 3) for attack in ATTACKS],
+        [(20, 0.5, 0, NOBODY, few), *((20, 0.5, 5, attack, few) for attack in ATTACKS)],
     ]
     return [
         Cell(clients, alpha, seed, aggregator, attack, hostile)
