@@ -133,7 +133,8 @@ class FlowerEngine:
         silence_seconds: A client that has not replied for this long is asked whether it still has its task.
         reconnect_seconds: How long to wait for a client that is not connected; one that did not reconnect in that time
             is not waited for again until it has been seen.
-        patience: How long to wait for the slowest clients; None to wait until the round's deadline.
+        patience: How long to wait for the slowest clients, once none is waited for to reconnect; None to wait until the
+            round's deadline.
         secure: Whether the clients keep their uploads and go through a secure aggregation (`exchange`).
         step_seconds: How long a step of a secure aggregation waits for the clients.
         keys: Folder of the clients' public keys, `client-000.pub` and so on; None if the server has none.
@@ -217,7 +218,7 @@ class FlowerEngine:
                 self._receive(round)
                 self._require_willing(tasks, terms)
                 took = self._enough_seconds(terms, started)
-                if patience is not None and took is not None:
+                if patience is not None and took is not None and not self._unsent:
                     ends, patience = time.monotonic() + patience.wait_seconds(took), None
                     deadline = ends if deadline is None else min(deadline, ends)
                 if time.monotonic() - probed > self.silence_seconds:

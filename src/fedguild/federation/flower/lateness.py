@@ -11,8 +11,9 @@ MOST_SKIPPED = 64
 class Lateness:
     """How often each client has held up the others, and when it is waited for again.
 
-    A client that never answers is waited for in 10 of the first 100 rounds, and then in every 65th. Each answer in time
-    makes up for one that did not come.
+    A client that never answers is waited for in 10 of the first 100 rounds, and then in every 65th; retries in a round
+    count, and are waited for as long as it is allowed to be late. Each answer in time makes up for one that did not
+    come.
     """
 
     def __init__(self) -> None:
@@ -27,8 +28,10 @@ class Lateness:
         """Records whether a client held up the others or answered in time."""
         times = self._late.get(client, (0, 0))[0]
         if late:
-            skipped = 0 if times + 1 < ALLOWED else min(2 ** min(times + 1 - ALLOWED, 32), MOST_SKIPPED)
-            self._late[client] = times + 1, self._turn + skipped + 1
+            times, again = times + 1, self._turn
+            if times >= ALLOWED:
+                again += 1 + min(2 ** min(times - ALLOWED, 32), MOST_SKIPPED)
+            self._late[client] = times, again
         elif times > 1:
             self._late[client] = times - 1, self._turn
         else:
