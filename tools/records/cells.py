@@ -27,6 +27,10 @@ USE = "use of experts"
 """The figure of every method on a mixture of experts: `use of experts / Gini` and `use of experts / entropy`."""
 
 
+CPU = "CPU"
+"""What a run's environment calls a machine without a GPU."""
+
+
 class CellRecord(BaseModel):
     """What is kept of a cell's run.
 
@@ -43,6 +47,8 @@ class CellRecord(BaseModel):
         scores: Budget, `mean`, `trained`, `received`, `pooled` or `mtal` -> score after the round, from 0 to 1.
         perplexity: Budget -> perplexity, where it was recorded and is finite; `trained`, `received`, `pooled` or
             `mtal` -> its mean over the clients with examples, where that is.
+        nats: `trained`, `received`, `pooled` or `mtal` -> loss in nats per token, the mean over the clients with examples;
+            older records have none.
         observations: Figure that the method or the diagnosis reported, `figure / column` where it has columns ->
             round -> mean over its rows, in up to six of the rounds that have it; of a figure with rows
             alone, their mean and `figure / row`.
@@ -51,6 +57,7 @@ class CellRecord(BaseModel):
         download_bytes: Alike.
         seconds: Wall time of its rounds, evaluation included, on the machine that ran it; None if not recorded.
         run_rounds: Rounds of the run that it is read from, where that goes on beyond `round`; else None.
+        device: The device that it ran on, and the dtype of its model where that is no CPU.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -66,12 +73,14 @@ class CellRecord(BaseModel):
     split: str
     scores: dict[str, float]
     perplexity: dict[str, float] = Field(default_factory=dict)
+    nats: dict[str, float] = Field(default_factory=dict)
     observations: dict[str, dict[int, float]] = Field(default_factory=dict)
     training_flops: dict[str, float] = Field(default_factory=dict)
     upload_bytes: float | None = None
     download_bytes: float | None = None
     seconds: float | None = None
     run_rounds: int | None = None
+    device: str = CPU
 
     @property
     def drawn(self) -> CellScores:
@@ -194,12 +203,12 @@ def best_together(choices: Sequence[ChoiceRecord]) -> str:
 
 
 def nats_per_token(record: CellRecord) -> dict[str, float]:
-    """Returns score -> the logarithm of its perplexity, the loss in nats per token of the reference responses.
+    """Returns score -> the loss in nats per token of the reference responses, the logarithm of its perplexity.
 
-    That of `mean` is the mean over the budgets where all of them have one; that of a mean over clients is the logarithm
-    of their mean perplexity, since a record has no other.
+    That of `mean` is the mean over the budgets where all of them have one; that of a mean over clients is the mean of
+    theirs, and of an older record the logarithm of their mean perplexity.
     """
-    nats = {name: math.log(perplexity) for name, perplexity in record.perplexity.items()}
+    nats = {name: math.log(perplexity) for name, perplexity in record.perplexity.items()} | record.nats
     budgets = [name for name in record.scores if name not in SUMMARIES]
     if budgets and all(name in nats for name in budgets):
         nats[MEAN] = fmean(nats[name] for name in budgets)
@@ -207,7 +216,7 @@ def nats_per_token(record: CellRecord) -> dict[str, float]:
 
 
 def perplexities(record: CellRecord) -> dict[str, float]:
-    """Returns score -> its perplexity; that of `mean` is the geometric mean of the budgets'."""
+    """Returns score -> its perplexity; that of a mean is the geometric mean, except for clients of older records."""
     return {name: math.exp(nats) for name, nats in nats_per_token(record).items()}
 
 
@@ -253,11 +262,15 @@ def record_of(
     cost = mean_cost(client_totals(run))
     trained = {name: cost.training_flops for name, cost in budget_costs(run).items() if cost.training_flops is not None}
     perplexity = {row.budget.name: row.metrics["perplexity"] for row in found.rows if "perplexity" in row.metrics}
+    nats = {}
     for scope, mean in MEANS.items():
         scored = [record for record in run.scored(scope, run.last_round).values() if record.examples]
         of_clients = [record.metrics["perplexity"] for record in scored if "perplexity" in record.metrics]
-        perplexity |= {mean: fmean(of_clients)} if of_clients else {}
+        if of_clients:
+            perplexity[mean] = fmean(of_clients)
+            nats[mean] = fmean(map(math.log, of_clients))
     perplexity = {name: value for name, value in perplexity.items() if math.isfinite(value)}
+    device, dtype = run.environment.get("device", CPU), run.environment.get("dtype")
     return CellRecord(
         table=table,
         column=column,
@@ -270,11 +283,13 @@ def record_of(
         split=found.split,
         scores=found.scores,
         perplexity=perplexity,
+        nats={name: value for name, value in nats.items() if math.isfinite(value)},
         observations=observed_means(run) | _use_of_experts(run),
         training_flops=trained,
         upload_bytes=cost.upload_bytes if cost else None,
         download_bytes=cost.download_bytes if cost else None,
         seconds=round(sum(record.seconds for record in run.rounds), 1),
+        device=device if device == CPU else f"{device}, {dtype}",
     )
 
 

@@ -154,7 +154,8 @@ def nats_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid |
     None where the reference, or every other row, has no perplexity.
     """
     of_clients = any(name in OF_CLIENTS for name in _columns(cells, table))
-    of = "log perplexity" + (", of clients' models that of the clients' mean" if of_clients else "")
+    older = of_clients and not all(record.nats for record in _all(cells))
+    of = "log perplexity" + (", of clients' models that of the clients' mean" if older else "")
     title = f"Differences in nats per token ({of}), paired by seed, with the 95 % interval; lower is better"
     return _differences(cells, table, title, nats_per_token)
 
