@@ -33,6 +33,11 @@ _ONE_TRAINER = threading.Lock()
 """Trainers in threads of this process work one at a time."""
 
 
+def _heed_ctrl_c() -> None:
+    """Undoes what a shell does for its background jobs, in which a test may run: that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 class Command:
     """A `fedguild` command in a process of its own, and its output."""
 
@@ -46,6 +51,7 @@ class Command:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                preexec_fn=_heed_ctrl_c,
             )
 
     def output(self) -> str:
