@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -19,8 +21,13 @@ import yaml
 from fedguild.core.layout import CHECKPOINTS
 from fedguild.core.locking import holder
 from fedguild.federation.audit import AuditLog
+from fedguild.measuring.log.activity import ActivityLog
 from fedguild.measuring.log.records import RoundRecord, RunLog
+from fedguild.model.info import ModelInfo
 from fedguild.runs import experiment
+from fedguild.runs.setup import Experiment, make_engine
+from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Engine, Task, Wait
+from fedguild.server.method import Method
 from tests.federation.flower.federation_processes import START_SECONDS, Command, FederationProcesses
 from tests.federation.flower.loopback_federation import QUICK, small_config
 from tests.federation.flower.test_processes_long import ONE_PARTITION, assert_same_results
@@ -222,6 +229,9 @@ def operated(federation: FederationProcesses) -> Iterator[Operators]:
 def test_fifty_kills_of_all_kinds_of_processes_change_no_bit(tmp_path, monkeypatch, capfd):
     """Quorum is all, and whoever is missing is waited for: nobody is left out, so the run is that of `local`.
 
+    There the same clients are asked again in the same rounds: the server sums an upload when it comes, and a sum's
+    last bits depend on the order.
+
     The kills come in bursts, each after a random round, so that some hit what is just being started again. All kinds
     are killed equally often, in random order.
     """
@@ -237,7 +247,6 @@ def test_fifty_kills_of_all_kinds_of_processes_change_no_bit(tmp_path, monkeypat
         "evaluation.every=4",
         base="fedit/tiny-tasks",
     )
-    experiment.run(config, tmp_path / "local")
     federation = FederationProcesses(tmp_path / "federation", config)
     path = federation.folder / "server" / "server.yaml"
     waits = {"reconnect_seconds": 600, "wait_seconds": 600, "patience": None}
@@ -276,11 +285,53 @@ def test_fifty_kills_of_all_kinds_of_processes_change_no_bit(tmp_path, monkeypat
         families += [member for parent in families for member in parent.children(recursive=True)]
         assert_none_left([process for process in marked(tmp_path) if process not in families])
     assert_nobody_is_blamed(federation, config.federation.rounds)
-    assert_same_results(federation, tmp_path / "local")
     assert_none_left(marked(tmp_path))
     for port in federation.ports:
         with socket.create_server(("127.0.0.1", port)):
             pass
+
+    def make(run: Experiment) -> tuple[Engine, Any]:
+        engine, scorer = make_engine(run)
+        return Failing(engine, asked_in(federation.run_folder)), scorer
+
+    monkeypatch.setattr("fedguild.runs.experiment.make_engine", make)
+    experiment.run(config, tmp_path / "local")
+    assert_same_results(federation, tmp_path / "local")
+
+
+class Failing:
+    """An engine whose clients fail as often as they were asked again in another run.
+
+    Args:
+        asked: Round -> the clients that each attempt asked.
+    """
+
+    def __init__(self, engine: Engine, asked: Mapping[int, Sequence[Sequence[int]]]) -> None:
+        self.engine, self.asked, self.attempts = engine, asked, Counter[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
+
+    def train(
+        self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
+    ) -> Iterator[Delivery]:
+        round = tasks[0].round
+        self.attempts[round] += 1
+        failing = {client for again in self.asked[round][self.attempts[round] :] for client in again}
+        for task in tasks:
+            if task.client.index in failing:
+                yield Delivery(task, None, method.plan(model, task.client.budget), failure="it was killed")
+        yield from self.engine.train(method, model, [t for t in tasks if t.client.index not in failing], terms)
+
+
+def asked_in(run: Path) -> dict[int, list[list[int]]]:
+    """Returns round -> the clients that each attempt of its last, complete try asked."""
+    asked: dict[int, list[list[int]]] = {}
+    for line in ActivityLog(run).path.read_text("utf-8").splitlines():
+        event = json.loads(line)
+        if event["event"] == "asked":
+            asked[event["round"]] = [*asked.get(event["round"], [])[: event["attempt"]], event["clients"]]
+    return asked
 
 
 def assert_none_left(processes: Sequence[psutil.Process]) -> None:
