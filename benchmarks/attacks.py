@@ -45,7 +45,7 @@ from fedguild.runs.scoring import evaluate_state
 from fedguild.runs.setup import Experiment, prepare
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
 from fedguild.server.guard import FAR_BEYOND, NORM_FACTOR, Finite, Held, NormBound, change_norms, medians_of
-from fedguild.server.method import Method, starting_rng
+from fedguild.server.method import Method, Roster, starting_rng
 from fedguild.server.robust import RobustMean
 from fedguild.server.round import Filter, RoundSetup
 from fedguild.server.rounds import run_round
@@ -232,7 +232,7 @@ def score_of(cell: Cell, rounds: int) -> dict[str, float]:
     config, model, federation.longest = experiment.config, experiment.backbone.info, 0.0
     filters = filters_of(cell.aggregator, federation.folder)
     setup = RoundSetup(experiment.method, model, Attacked(federation, cell), config.federation, config.seed, filters)
-    state = experiment.method.start(model, experiment.budgets, starting_rng(experiment.method, config.seed))
+    state = experiment.method.start(model, Roster(experiment.budgets, experiment.clients), starting_rng(experiment.method, config.seed))
     left_out = 0
     for number in range(1, rounds + 1):
         outcome = run_round(number, state, experiment.clients, setup)

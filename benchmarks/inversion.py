@@ -36,7 +36,7 @@ from fedguild.methods import build_method
 from fedguild.methods.ffa_lora import SEED, shared_factors
 from fedguild.model.backbone import Backbone
 from fedguild.server.engine import Task
-from fedguild.server.method import starting_rng
+from fedguild.server.method import Roster, starting_rng
 
 LENGTH, EXAMPLES = 12, 64
 FALSE = 0.01
@@ -75,7 +75,7 @@ def upload_of(backbone: Backbone, setting: Setting, seed: int) -> tuple[Tensor, 
     size = int(backbone.model.config.vocab_size)
     texts = [Encoded(tuple(int(token) for token in rng.integers(3, size, LENGTH)), 1) for _ in range(EXAMPLES)]
     method = build_method("ffa-lora", {"rank": setting.rank, "targets": ["attention"]})
-    state = method.start(backbone.info, [CLIENT.budget], starting_rng(method, seed))
+    state = method.start(backbone.info, Roster([CLIENT.budget]), starting_rng(method, seed))
     training = TrainingSettings(
         optimizer=setting.optimizer,  # type: ignore[arg-type]
         learning_rate=1.0 if setting.optimizer == "sgd" else 1e-2,

@@ -40,6 +40,7 @@ from fedguild.measuring.log.records import RoundRecord, RunLog
 from fedguild.methods import build_method
 from fedguild.runs.recording import client_records, routing_record
 from fedguild.server import checkpoint
+from fedguild.server.method import Roster
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round
 
@@ -81,7 +82,7 @@ def federation(
     remember_everybody(memory, infos)
     engine = LocalEngine(backbone, MadeWhenNeeded(clients), settings, memory, cohort_size=ASKED, seed=0)
     rules = FederationSettings(client_fraction=ASKED / clients)
-    state = method.start(backbone.info, [budget], torch_rng(0, "start"))
+    state = method.start(backbone.info, Roster([budget]), torch_rng(0, "start"))
     log, seconds, outside, writing = RunLog(folder), 0.0, 0.0, 0.0
     for number in range(1, rounds + 2):
         started = time.perf_counter()

@@ -27,7 +27,7 @@ from fedguild.methods import build_method
 from fedguild.model.info import ModelInfo
 from fedguild.privacy.secure_sum.form import Form
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
-from fedguild.server.method import Method, secure_form
+from fedguild.server.method import Method, Roster, secure_form
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round
 from fedguild.server.secure_round import SecureAggregation, whole_form
@@ -95,8 +95,7 @@ def one_round(name: str, model: ModelInfo, count: int, *, secure: bool, unheld: 
     """Runs one round; returns its outcome and its seconds."""
     method = build_method(name, METHODS[name])
     clients = [ClientInfo(index, BUDGETS[index % 2], EXAMPLES + index) for index in range(count)]
-    state = method.start(model, BUDGETS, torch_rng(0, "start"))
-    state = method.enroll(state, model, clients)
+    state = method.start(model, Roster(BUDGETS, clients), torch_rng(0, "start"))
     engine, filters = Answering(), []
     if secure:
         engine = SecureEngine(engine, BUDGETS, count)

@@ -24,6 +24,7 @@ from fedguild.core.payload import Payload
 from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
+from fedguild.server.method import Roster
 
 RANK = 20
 TARGETS = ("attention", "experts")
@@ -86,8 +87,9 @@ def local_update(
     )
     clients = [ClientInfo(i, Budget(f"k{k}", k, RANK), batch * STEPS) for i, k in enumerate(active)]
     examples = [rows(size, batch * STEPS, seed=client.index, tokens=tokens) for client in clients]
-    state = method.start(backbone.info, [client.budget for client in clients], torch.Generator().manual_seed(0))
-    state = method.enroll(state, backbone.info, clients)
+    state = method.start(
+        backbone.info, Roster([client.budget for client in clients], clients), torch.Generator().manual_seed(0)
+    )
     state = _after_a_round(state)
 
     def update() -> float:

@@ -29,6 +29,7 @@ from fedguild.engines.ray_actor import (
 from fedguild.methods import build_method
 from fedguild.runs.setup import prepare
 from fedguild.server.engine import Wait
+from fedguild.server.method import Roster
 from tests.engines.test_local import CLIENTS, deliver, engine_of, kept_rounds, tasks_of
 from tests.methods.federation import LARGE, SETTINGS, client
 from tests.runs.runs import save_model, small_config
@@ -147,7 +148,7 @@ def actor(tmp_path: Path):
 def test_an_actor_trains_from_plain_values_and_bytes(actor, flame):
     who = client(0, LARGE, 4)
     model = actor.trainer.backbone.info
-    state = flame.start(model, [LARGE], torch.Generator().manual_seed(0))
+    state = flame.start(model, Roster([LARGE]), torch.Generator().manual_seed(0))
     job = CohortJob("flame", {"rank": 3}, 2, (who,)).to_plain()
     nothing = encode(Payload())
     summary, payloads = actor.train(job, encode(flame.download(state, model, who)), nothing, nothing)

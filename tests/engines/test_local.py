@@ -196,8 +196,6 @@ def test_a_client_that_diverged_harms_nobody_and_keeps_what_it_had(olmoe_backbon
 class ByBudget:
     """A method that adapts the routers of large clients and the attention of all others."""
 
-    def further_plan(self, *_: Any) -> None: ...
-
     def plan(self, model: Any, budget: Any) -> AdapterPlan:
         return AdapterPlan((Lora(2, 1.0, ("router",) if budget == LARGE else ("attention",)),))
 
@@ -275,7 +273,7 @@ def test_auto_counts_the_first_round_of_fed_sb(olmoe_backbone, flame, tmp_path, 
     for round_index in (1, 2):
         tasks = [Task(round_index, who, Payload()) for who in CLIENTS]
         members = [(task, method.plan(olmoe_backbone.info, task.client.budget)) for task in tasks]
-        assert engine._size(method, members) == 1
+        assert engine._size(members) == 1
     assert [plan and plan.rank for plan in asked] == [4 + 2 * 4 + 1, None]
 
 

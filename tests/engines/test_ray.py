@@ -32,6 +32,7 @@ from fedguild.engines import ray as engine_module  # noqa: E402 - after the chec
 from fedguild.engines import ray_cluster  # noqa: E402
 from fedguild.engines.ray import RayEngine  # noqa: E402
 from fedguild.engines.ray_cluster import connect  # noqa: E402
+from fedguild.server.method import Roster  # noqa: E402
 
 CORES = 5
 
@@ -150,7 +151,7 @@ def prepared(models, shared, tmp_path) -> PreparedRun:
     run = prepare(config, tmp_path / "run")
     shared.make(run)
     model = run.backbone.info
-    state = run.method.start(model, run.budgets, torch_rng(0, "start"))
+    state = run.method.start(model, Roster(run.budgets), torch_rng(0, "start"))
     tasks = [Task(1, client, run.method.download(state, model, client)) for client in run.clients]
     return PreparedRun(run, shared.engines[config.model.path], state, tasks)
 

@@ -21,7 +21,7 @@ from fedguild.export.gguf import SCRIPT
 from fedguild.federation.checks import site_faults
 from fedguild.federation.flower.message import Message
 from fedguild.federation.trainer_service import run_metadata
-from fedguild.server.method import Deployment
+from fedguild.server.method import Deployment, Roster, excerpt_of
 from tests.export.conftest import assert_same_logits, plain_logits, slot_logits
 from tests.federation.flower.loopback_federation import QUICK, small_config, trainers_of
 
@@ -52,10 +52,10 @@ class Site:
         method = self.trainer._session(RUN, config).experiment.method
         budget = self.trainer._session(RUN, config).experiment.budgets[0]
         rng = torch.Generator().manual_seed(1)
-        state = method.start(backbone.info, [budget], rng)
+        state = method.start(backbone.info, Roster([budget]), rng)
         tensors = {name: 0.1 * torch.randn(value.shape, generator=rng) for name, value in state.tensors.items()}
         state = Payload(tensors, state.scalars)
-        excerpt = method.excerpt(state, ClientInfo(1, budget, 9))
+        excerpt = excerpt_of(method, state, backbone.info, ClientInfo(1, budget, 9))
         body = encode(excerpt)
         self.answer = self.trainer.handle(Message("deliver", RUN, 2, 1, metadata=run_metadata(config), body=body))
         self.folder = self.trainer.work / "models/latest"

@@ -23,6 +23,7 @@ from fedguild.methods.fedamole.embedding_privacy import privatised
 from fedguild.methods.fedamole.pool import EXPERT, TOKEN
 from fedguild.privacy.dp.secret import SECRET_BYTES, private_seed, run_secret
 from fedguild.runs.setup import budgets_of, fitted, load_model
+from fedguild.server.method import Roster
 from tests.engines.equality import case_config
 from tests.federation.flower.loopback_federation import trainers_of
 
@@ -47,9 +48,8 @@ def train_request(config: Config, client: int = 1, factor: float = 1.0) -> Messa
     backbone = load_model(config)
     method = fitted(build_method("fedamole", config.method.options), config, backbone.info)
     (budget, *_) = budgets = list(budgets_of(config, backbone.info).values())
-    state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", "fedamole"))
     clients = [ClientInfo(index, budget, 10) for index in range(config.federation.clients)]
-    state = method.enroll(state, backbone.info, clients)
+    state = method.start(backbone.info, Roster(budgets, clients), torch_rng(config.seed, "start", "fedamole"))
     sent = method.download(state, backbone.info, clients[client])
     body = encode(Payload({name: factor * value for name, value in sent.tensors.items()}, sent.scalars))
     return Message("train", RUN, 1, client, metadata=run_metadata(config), body=body)

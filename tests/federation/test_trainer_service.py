@@ -26,6 +26,7 @@ from fedguild.federation.schema import MessageKind
 from fedguild.federation.trainer_service import TrainerService, model_digest, run_metadata
 from fedguild.methods import build_method
 from fedguild.runs.setup import budgets_of, fitted, load_model
+from fedguild.server.method import Roster, excerpt_of
 from tests.federation.flower.loopback_federation import QUICK, small_config, trainers_of
 
 RUN = "ab" * 16
@@ -48,9 +49,11 @@ def train_request(
     backbone = load_model(config)
     method = fitted(build_method(config.method.name, config.method.options), config, backbone.info)
     budgets = list(budgets_of(config, backbone.info).values())
-    state = method.start(backbone.info, budgets, torch_rng(config.seed, "start", config.method.name))
+    state = method.start(backbone.info, Roster(budgets), torch_rng(config.seed, "start", config.method.name))
     who = ClientInfo(client, budgets[client % 2], 10)
-    download = method.download(state, backbone.info, who) if kind == "train" else method.excerpt(state, who)
+    download = (
+        method.download(state, backbone.info, who) if kind == "train" else excerpt_of(method, state, backbone.info, who)
+    )
     body = encode(Payload({name: factor * value for name, value in download.tensors.items()}, download.scalars))
     return Message(kind, RUN, round, client, metadata=run_metadata(config), body=body)
 

@@ -18,7 +18,7 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.engine import Delivery, Task
-from fedguild.server.method import Method, Upload
+from fedguild.server.method import Method, Roster, Upload
 from tests.backbones import random_rows
 
 LARGE, MIDDLE, SMALL = Budget("large", 4, 3), Budget("middle", 2, 2), Budget("small", 1, 1)
@@ -45,8 +45,9 @@ class Federation:
         }
 
     def start(self) -> Payload:
-        state = self.method.start(self.model, [who.budget for who in self.clients], torch_rng(0, "start"))
-        return self.method.enroll(state, self.model, self.clients)
+        return self.method.start(
+            self.model, Roster([who.budget for who in self.clients], self.clients), torch_rng(0, "start")
+        )
 
     def deliver(
         self,

@@ -17,7 +17,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import adapter_shapes
 from fedguild.model.targets import fitting_targets
 from fedguild.runs.setup import fitted, method_of, method_record
-from fedguild.server.method import Method, client_model
+from fedguild.server.method import Method, client_model, excerpt_of
 from fedguild.server.settings import AveragingSettings
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
@@ -103,7 +103,7 @@ def test_clients_run_their_budgets_experts(
     federation = Federation(olmoe_backbone, method, clients, tmp_path)
     state = federation.start()
     for who in clients:
-        own = client_model(method, method.excerpt(state, who), model, who, Payload())
+        own = client_model(method, excerpt_of(method, state, model, who), model, who, Payload())
         for plan in (method.plan(model, who.budget), own.plan):
             assert (plan.active_experts, plan.rank) == (who.budget.active_experts, 2)
     for active in (0, 9):

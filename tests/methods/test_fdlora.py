@@ -14,7 +14,7 @@ from fedguild.core.payload import Payload
 from fedguild.data.batches import Encoded
 from fedguild.methods.fdlora import WEIGHTS, FDLoRA, FDLoRASettings
 from fedguild.model.backbone import Backbone
-from fedguild.server.method import client_model
+from fedguild.server.method import Roster, client_model
 from fedguild.server.validation import check_upload
 from tests.backbones import tiny_model
 from tests.methods.federation import LARGE, SMALL, Federation, client, random_tensors, upload
@@ -48,7 +48,7 @@ def test_the_outer_step(rate: float, momentum: float, clients: int, olmoe_backbo
     """Against the slow loop and against torch's SGD, whose Nesterov is the only one with a name."""
     server, model = method(outer_learning_rate=rate, outer_momentum=momentum), olmoe_backbone.info
     plan = server.plan(model, LARGE)
-    state = server.start(model, [LARGE], torch.Generator().manual_seed(0))
+    state = server.start(model, Roster([LARGE]), torch.Generator().manual_seed(0))
     first = [upload(client(i, LARGE), adapter=random_tensors(model, plan, i)) for i in range(clients)]
     state = server.aggregate(state, first)
     shared = {name: value.flatten().tolist() for name, value in state.part("adapter").items()}
@@ -220,7 +220,7 @@ def test_the_few_shot_examples_are_not_trained_on(llama_backbone: Backbone, tmp_
 def test_without_nevergrad(llama_backbone: Backbone, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nevergrad", None)
     with pytest.raises(ConfigError, match=r"nevergrad, which is not installed\.\n.*fedguild\[fusion\]"):
-        method().start(llama_backbone.info, [LARGE], torch.Generator())
+        method().start(llama_backbone.info, Roster([LARGE]), torch.Generator())
 
 
 def test_a_client_that_diverges_is_rejected_and_keeps_what_it_had(llama_backbone: Backbone, tmp_path: Path) -> None:

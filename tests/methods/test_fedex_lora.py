@@ -19,7 +19,7 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.server.low_rank import by_module
 from fedguild.server.merge_history import echo, merges
-from fedguild.server.method import Upload
+from fedguild.server.method import Roster, Upload
 from tests.methods.federation import LARGE, SMALL, Federation, client, random_tensors
 from tests.oracles.fedex_lora import average_of_products, averages, product_of_averages
 from tests.oracles.fedex_lora import residual as dense_residual
@@ -41,7 +41,7 @@ def uploads_of(method: FedExLoRA, state: Payload, model: ModelInfo, who: list[Cl
 
 
 def start(method: FedExLoRA, model: ModelInfo) -> Payload:
-    return method.start(model, [LARGE], torch_rng(0, "start"))
+    return method.start(model, Roster([LARGE]), torch_rng(0, "start"))
 
 
 def clients_of(*examples: int) -> list[ClientInfo]:

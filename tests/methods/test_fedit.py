@@ -14,7 +14,7 @@ from fedguild.methods import build_method
 from fedguild.methods.fedit import FedIT, FedITSettings
 from fedguild.model.backbone import Backbone
 from fedguild.server.aggregation import rank_axis
-from fedguild.server.method import client_model
+from fedguild.server.method import Roster, client_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.methods.test_matrix import assert_same_tensors, backbone_of
 from tests.oracles.aggregation import mean_over_holders
@@ -81,7 +81,7 @@ def test_a_budget_is_deployed_at_its_rank(olmoe_backbone: Backbone) -> None:
     model = olmoe_backbone.info
     for by_budget, rank in ((False, 3), (True, 1)):
         method = fedit(rank_by_budget=by_budget)
-        state = method.start(model, [LARGE, SMALL], torch.Generator().manual_seed(0))
+        state = method.start(model, Roster([LARGE, SMALL]), torch.Generator().manual_seed(0))
         for deployment in (
             method.deploy(state, model, SMALL),
             client_model(method, state, model, client(0, SMALL), Payload()),
@@ -128,5 +128,5 @@ def test_a_budgets_rank_beyond_the_methods(rank: int, olmoe_backbone: Backbone) 
     method = fedit(rank_by_budget=True)
     told = rf"Budget 'x' has rank {rank}, but the global adapter has rank 3\.(.|\n)*from 1 to 3"
     with pytest.raises(ConfigError, match=told):
-        method.start(olmoe_backbone.info, [LARGE, Budget("x", 4, rank)], torch.Generator())
+        method.start(olmoe_backbone.info, Roster([LARGE, Budget("x", 4, rank)]), torch.Generator())
     fedit().plan(olmoe_backbone.info, Budget("x", 4, rank))

@@ -13,7 +13,7 @@ from fedguild.core.payload import ADAPTER, Payload
 from fedguild.methods import build_method
 from fedguild.methods.fedsa_lora import FedSALoRA, factors
 from fedguild.model.backbone import Backbone
-from fedguild.server.method import client_model
+from fedguild.server.method import client_model, excerpt_of
 from tests.backbones import tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors
 from tests.oracles.fedsa_lora import Loss, rounds
@@ -36,7 +36,7 @@ def own_models(federation: Federation, state: Payload, round: int) -> list[dict[
         dict(
             client_model(
                 federation.method,
-                federation.method.excerpt(state, who),
+                excerpt_of(federation.method, state, federation.model, who),
                 federation.model,
                 who,
                 federation.memory.load(who.name, round + 1),

@@ -11,6 +11,7 @@ from fedguild.core.seeding import torch_rng
 from fedguild.methods import build_method
 from fedguild.methods.ffa_lora import FFALoRA, shared_factors
 from fedguild.model.adapters.lora import kaiming_uniform
+from fedguild.server.method import Roster
 from tests.methods.federation import LARGE, client, upload
 from tests.oracles.ffa_lora import dense_mean
 
@@ -24,7 +25,7 @@ def ffa(**options) -> FFALoRA:
 
 
 def started(method: FFALoRA, model) -> Payload:
-    return method.start(model, [LARGE], torch_rng(0, "start"))
+    return method.start(model, Roster([LARGE]), torch_rng(0, "start"))
 
 
 def random_ups(state: Payload, seed: int) -> dict[str, torch.Tensor]:
@@ -57,7 +58,7 @@ def test_a_client_draws_the_servers_a_bit_by_bit(olmoe_backbone):
 
 def test_runs_of_other_seeds_have_another_a(olmoe_backbone):
     method, model = ffa(), olmoe_backbone.info
-    seeds = [method.start(model, [LARGE], torch_rng(seed, "start")).scalars["seed"] for seed in (0, 1)]
+    seeds = [method.start(model, Roster([LARGE]), torch_rng(seed, "start")).scalars["seed"] for seed in (0, 1)]
     assert seeds[0] != seeds[1]
 
 

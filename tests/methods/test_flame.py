@@ -15,7 +15,7 @@ from fedguild.core.payload import ROUTING, Payload
 from fedguild.methods.flame import Flame, FlameSettings
 from fedguild.model.adapters.output_scale import OutputScale
 from fedguild.model.backbone import Backbone
-from fedguild.server.method import Upload, client_model
+from fedguild.server.method import Roster, Upload, client_model
 from fedguild.server.validation import check_upload
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles import flame as oracle
@@ -239,7 +239,7 @@ def test_the_download_holds_the_adapter_alone(rescaler: str, olmoe_backbone: Bac
 
 def test_a_budget_is_deployed_with_the_mean_scale_of_its_clients(olmoe_backbone: Backbone) -> None:
     method, model = flame(temperature=0.0), olmoe_backbone.info
-    state = method.start(model, [LARGE, MIDDLE, SMALL], torch.Generator().manual_seed(0))
+    state = method.start(model, Roster([LARGE, MIDDLE, SMALL]), torch.Generator().manual_seed(0))
     plan = method.plan(model, LARGE)
     sent = []
     for index, (budget, scale) in enumerate([(LARGE, 1.2), (LARGE, 1.6), (SMALL, 3.0)]):
@@ -260,7 +260,7 @@ def test_a_budget_is_deployed_with_the_mean_scale_of_its_clients(olmoe_backbone:
 
 def test_a_clients_own_model_has_its_own_scale(olmoe_backbone: Backbone) -> None:
     method, model = flame(), olmoe_backbone.info
-    state = method.start(model, [SMALL], torch.Generator().manual_seed(0))
+    state = method.start(model, Roster([SMALL]), torch.Generator().manual_seed(0))
     own = {name: torch.tensor(2.5) for name in LAYERS}
     mine = client_model(method, state, model, client(0, SMALL), Payload(own))
     assert list(scales(mine.tensors).values()) == [2.5, 2.5]

@@ -14,7 +14,7 @@ from fedguild.methods.flexlora import FlexLoRA, FlexLoRASettings
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.server.low_rank import by_module
-from fedguild.server.method import Upload
+from fedguild.server.method import Roster, Upload
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.flexlora import aggregate, orthonormal_rows, redistribute
 from tests.oracles.low_rank import dense_product
@@ -87,7 +87,7 @@ def test_a_client_that_does_not_train_changes_nothing(olmoe_backbone: Backbone, 
 
 def test_the_first_download_is_the_start_at_the_clients_rank(olmoe_backbone: Backbone) -> None:
     method, model = flexlora(), olmoe_backbone.info
-    state = method.start(model, [LARGE, SMALL], torch.Generator().manual_seed(0))
+    state = method.start(model, Roster([LARGE, SMALL]), torch.Generator().manual_seed(0))
     down = method.download(state, model, client(0, MIDDLE)).part("adapter")
     assert down.keys() == state.part("adapter").keys()
     assert torch.equal(down[f"{QUERY}.lora_A"], state.part("adapter")[f"{QUERY}.lora_A"][:2])

@@ -19,7 +19,7 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.server.low_rank import by_module
 from fedguild.server.merge_history import echo, merges
-from fedguild.server.method import Upload
+from fedguild.server.method import Roster, Upload
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client, random_tensors
 from tests.oracles.flora import exact_change
@@ -36,7 +36,7 @@ def flora(**options: object) -> Flora:
 
 
 def start(method: Flora, model: ModelInfo) -> Payload:
-    return method.start(model, BUDGETS, torch_rng(0, "start"))
+    return method.start(model, Roster(BUDGETS), torch_rng(0, "start"))
 
 
 def trained(method: Flora, state: Payload, model: ModelInfo, who: list[ClientInfo], **changes: Tensor) -> list[Upload]:
@@ -83,9 +83,9 @@ def test_it_is_flexlora_at_full_rank_and_florist_at_threshold_one(olmoe_backbone
     state, who = start(method, model), clients_of(2, 5, 8)
     uploads = trained(method, state, model, who)
     flexlora = FlexLoRA(FlexLoRASettings(rank=10, alpha=6.0, targets=EVERYTHING))
-    whole = flexlora.aggregate(flexlora.start(model, BUDGETS, torch_rng(0, "start")), iter(uploads))
+    whole = flexlora.aggregate(flexlora.start(model, Roster(BUDGETS), torch_rng(0, "start")), iter(uploads))
     florist = Florist(FloristSettings(threshold=1.0, alpha=6.0, targets=EVERYTHING))
-    pair = florist.aggregate(florist.start(model, BUDGETS, torch_rng(0, "start")), iter(uploads))
+    pair = florist.aggregate(florist.start(model, Roster(BUDGETS), torch_rng(0, "start")), iter(uploads))
     after = method.aggregate(state, iter(uploads))
     for module in modules_of(uploads[0]):
         expected = change_of(merges(after), module)

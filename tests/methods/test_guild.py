@@ -12,7 +12,7 @@ from fedguild.core.payload import ADAPTER
 from fedguild.methods import build_method
 from fedguild.methods.guild import Guild
 from fedguild.model.backbone import Backbone
-from fedguild.server.method import Method, client_model
+from fedguild.server.method import Method, Roster, client_model, excerpt_of
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 from tests.oracles import guild as oracle
 
@@ -55,7 +55,7 @@ def test_without_its_basis_and_its_mixture_it_is_flame_at_temperature_0_bit_for_
             models = []
             for federation, state in zip(federations, states, strict=True):
                 method, model = federation.method, federation.model
-                excerpt, memory = method.excerpt(state, who), federation.memory.load(who.name, round + 1)
+                excerpt, memory = excerpt_of(method, state, model, who), federation.memory.load(who.name, round + 1)
                 models.append(
                     (
                         method.deploy(state, model, who.budget),
@@ -74,7 +74,7 @@ def test_without_its_basis_and_its_mixture_it_is_flame_at_temperature_0_bit_for_
 def test_it_starts_in_its_basis(olmoe_backbone: Backbone) -> None:
     """Line 1: the rows of every A are orthogonal and of norm c, and B is 0."""
     method = guild(basis_norm=3.0)
-    theta = method.start(olmoe_backbone.info, [LARGE], torch.Generator().manual_seed(0)).part(ADAPTER)
+    theta = method.start(olmoe_backbone.info, Roster([LARGE]), torch.Generator().manual_seed(0)).part(ADAPTER)
     for name, value in theta.items():
         if name.endswith("lora_B"):
             assert not bool(value.any())
@@ -95,7 +95,7 @@ def test_a_clients_own_model_lies_where_line_7_says(mix: float, olmoe_backbone: 
     state = method.aggregate(state, iter(sent))
     for who, delivered in zip(CLIENTS, sent, strict=True):
         memory = federation.memory.load(who.name, 2)
-        own = client_model(method, method.excerpt(state, who), model, who, memory)
+        own = client_model(method, excerpt_of(method, state, model, who), model, who, memory)
         assert own.plan == method.plan(model, who.budget)
         received, trained = state.part(ADAPTER), delivered.payload.part(ADAPTER)
         assert own.tensors.keys() == received.keys()

@@ -13,13 +13,22 @@ from torch import Tensor
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.core.payload import Payload, with_part
-from fedguild.methods.hetlora import RANKS, HetLoRA, HetLoRASettings, rank_of, tail_products, tail_start, whole_adapter
+from fedguild.methods.hetlora import (
+    HetLoRA,
+    HetLoRASettings,
+    rank_name,
+    rank_of,
+    ranks_of,
+    tail_products,
+    tail_start,
+    whole_adapter,
+)
 from fedguild.model.adapters.storage import SlotTensor
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.slots import SlotModel
 from fedguild.server.aggregation import rank_axis
-from fedguild.server.method import client_model
+from fedguild.server.method import client_model, excerpt_of
 from fedguild.server.validation import check_upload
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors, upload
 from tests.oracles.hetlora import norm_of_products, padded_average, tail_penalty
@@ -37,7 +46,9 @@ def adapter_of(model: ModelInfo, rank: int, seed: int) -> dict[str, Tensor]:
 
 
 def state_of(adapter: Mapping[str, Tensor], clients: list[ClientInfo]) -> Payload:
-    return Payload({**with_part("adapter", adapter), RANKS: torch.tensor([who.budget.rank for who in clients])})
+    return Payload(
+        {**with_part("adapter", adapter), **{rank_name(who): torch.tensor(who.budget.rank) for who in clients}}
+    )
 
 
 def matrices(adapter: Mapping[str, Tensor]) -> dict[str, list[tuple[Tensor, Tensor]]]:
@@ -114,17 +125,16 @@ def test_a_penalised_client_prunes_for_good(olmoe_backbone: Backbone, tmp_path: 
     state, seen = Payload({**federation.start().tensors}), []
     tensors = with_part("adapter", adapter_of(olmoe_backbone.info, 3, 5))
     for round in (1, 2, 3, 4):
-        state = Payload({**tensors, RANKS: state.tensors[RANKS]})  # a global model with something to shrink
+        state = Payload({**state.tensors, **tensors})  # a global model with something to shrink
         down = [whole_adapter(method.download(state, federation.model, who)) for who in clients]
-        assert [rank_of(adapter) for adapter in down] == state.tensors[RANKS].tolist()
+        assert [rank_of(adapter) for adapter in down] == [*ranks_of(state).values()]
         uploads = federation.train(state, round, learning_rate=1e-3)
         state = method.aggregate(state, iter(uploads))
-        seen.append(state.tensors[RANKS].tolist())
+        seen.append([*ranks_of(state).values()])
     assert seen == [[2, 1], [1, 1], [1, 1], [1, 1]]
     assert [rank_of(sent.payload.part("adapter")) for sent in uploads] == [1, 1]
-    assert (
-        client_model(method, method.excerpt(state, clients[0]), federation.model, clients[0], Payload()).plan.rank == 1
-    )
+    excerpt = excerpt_of(method, state, federation.model, clients[0])
+    assert client_model(method, excerpt, federation.model, clients[0], Payload()).plan.rank == 1
     assert method.deploy(state, federation.model, LARGE).plan.rank == 3
     whole = Federation(olmoe_backbone, hetlora(penalty_weight=100.0, gamma=0.7, pruning=False), clients, tmp_path)
     assert [
@@ -153,7 +163,7 @@ def test_a_product_that_stayed_is_not_pruned(olmoe_backbone: Backbone, tmp_path:
     federation = Federation(olmoe_backbone, hetlora(gamma=0.7), clients, tmp_path)
     for state in (state_of(adapter_of(federation.model, 3, 5), clients), federation.start()):
         uploads = federation.train(state, learning_rate=0.0)
-        assert federation.method.aggregate(state, iter(uploads)).tensors[RANKS].tolist() == [3, 1]
+        assert [*ranks_of(federation.method.aggregate(state, iter(uploads))).values()] == [3, 1]
         whole = [{**sent.payload.part("adapter")} for sent in uploads]
         assert [rank_of(adapter) for adapter in whole] == [2, 1]
         assert [bool(sent.payload.part("tail")) for sent in uploads] == [True, False]
@@ -174,7 +184,7 @@ def test_ranks_beyond_a_clients_own_stay_zero(
     clients = [client(index, LARGE) for index in range(3)]
     federation = Federation(olmoe_backbone, hetlora(penalty_weight=0.1), clients, tmp_path)
     state = state_of(adapter_of(federation.model, 3, 5), clients)
-    state = Payload({**state.tensors, RANKS: torch.tensor([3, 2, 1])})
+    state = Payload({**state.tensors, **{rank_name(who): torch.tensor(3 - who.index) for who in clients}})
     stored: dict[int, list[tuple[SlotTensor, Tensor]]] = {}
     read = Cohort.read
 
@@ -279,7 +289,7 @@ def test_a_tail_that_is_not_whole_counts_as_pruned(olmoe_backbone: Backbone) -> 
     expected = method.schema(model, who, method.download(before, model, who))
     check_upload(sent.payload, expected, client="c")
     after = method.aggregate(before, iter([sent])).tensors
-    assert after[RANKS].tolist() == [2]
+    assert after[rank_name(who)] == 2
     torch.testing.assert_close(after[f"adapter/{QUERY}.lora_A"][:2], head[f"{QUERY}.lora_A"])
     assert torch.equal(after[f"adapter/{QUERY}.lora_A"][2], before.tensors[f"adapter/{QUERY}.lora_A"][2])
 
@@ -301,6 +311,6 @@ def test_the_norm_of_an_adapter_beyond_the_range_of_fp32(scope: str, olmoe_backb
 
 
 def test_the_ranks_are_observed(olmoe_backbone: Backbone) -> None:
-    state = Payload({RANKS: torch.tensor([3, 1])})
+    state = Payload({f"client/{index}/rank": torch.tensor(rank) for index, rank in ((10, 1), (2, 3))})
     (seen,) = hetlora().observe(state, olmoe_backbone.info)
-    assert (seen.name, seen.values.tolist(), list(seen.rows)) == ("rank", [3.0, 1.0], ["client 0", "client 1"])
+    assert (seen.name, seen.values.tolist(), list(seen.rows)) == ("rank", [3.0, 1.0], ["client 2", "client 10"])

@@ -17,6 +17,7 @@ from fedguild.methods.hfedmoe import PREFERENCE, USAGE, HFedMoe, HFedMoeSettings
 from fedguild.methods.hfedmoe.importance import Importance, within_budget
 from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
+from fedguild.server.method import Roster
 from tests.methods.federation import LARGE, SMALL, Federation, client, upload
 from tests.oracles import hfedmoe as oracle
 
@@ -114,7 +115,7 @@ def test_aggregation_is_that_of_the_equations(olmoe_backbone: Backbone) -> None:
         torch.Generator().manual_seed(5),
         (3, 0, 8),
     )
-    before = method.start(olmoe_backbone.info, [LARGE], rng).part(ADAPTER)
+    before = method.start(olmoe_backbone.info, Roster([LARGE]), rng).part(ADAPTER)
     usages, scores, sent = [], [], []
     for index, size in enumerate(sizes):
         used = [torch.rand(8, generator=rng).softmax(dim=0) for _ in PATHS]
@@ -175,4 +176,4 @@ def test_a_budgets_share() -> None:
 
 def test_an_unknown_budget_is_refused(olmoe_backbone: Backbone) -> None:
     with pytest.raises(ConfigError, match="no budget is called tiny"):
-        hfedmoe(experts={"tiny": 0.5}).start(olmoe_backbone.info, [LARGE], torch.Generator())
+        hfedmoe(experts={"tiny": 0.5}).start(olmoe_backbone.info, Roster([LARGE]), torch.Generator())

@@ -29,7 +29,7 @@ from fedguild.model.plan import adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.runs import experiment
 from fedguild.server import checkpoint
-from fedguild.server.method import Method, Upload, always_sent, client_model
+from fedguild.server.method import Method, Upload, always_sent, client_model, excerpt_of
 from fedguild.server.validation import check_received, check_upload
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
@@ -256,7 +256,7 @@ def test_a_client_has_its_model_from_what_it_is_sent(label: str, tmp_path: Path)
     method, model, state = federation.method, federation.model, federation.start()
     for round in (1, 2, 3):
         for who in federation.clients:
-            excerpt = method.excerpt(state, who)
+            excerpt = excerpt_of(method, state, model, who)
             sent = Payload(*unpack(pack(excerpt.tensors, excerpt.scalars)))
             for memory in (Payload(), federation.memory.load(who.name, round)):
                 found, expected = (client_model(method, one, model, who, memory) for one in (sent, excerpt))
@@ -277,7 +277,7 @@ def test_what_a_client_is_sent_has_no_row_for_each_client(label: str, tmp_path: 
     method = build_method(label.partition(" ")[0], options)
     federation = Federation(tiny_backbone(CASES[label].family), method, clients, tmp_path)
     state = federation.start()
-    sent = method.excerpt(state, clients[5])
+    sent = excerpt_of(method, state, federation.model, clients[5])
     assert not [name for name, value in sent.tensors.items() if 23 in value.shape]
     assert not [name for name in sent.tensors if "holders" in name]
 
@@ -382,7 +382,7 @@ def test_uploads_are_what_the_server_expects(label: str, tmp_path: Path) -> None
             download = method.download(state, model, sent.client)
             needed = always_sent(method, model, [who.budget for who in federation.clients], sent.client)
             check_received(download, needed, "the download")
-            check_received(method.excerpt(state, sent.client), needed, "the state")
+            check_received(excerpt_of(method, state, model, sent.client), needed, "the state")
             for payload in (download, sent.payload):
                 travelled = decode(encode(payload))
                 assert_same_tensors(travelled.tensors, payload.tensors)
@@ -476,7 +476,7 @@ def deployed(federation: Federation, state: Payload, round: int = 2) -> None:
     models = [method.deploy(state, model, who.budget) for who in federation.clients]
     assert {one is not None for one in models} == {method.facts.has_global_model}
     for who in federation.clients:
-        excerpt = method.excerpt(state, who)
+        excerpt = excerpt_of(method, state, model, who)
         for memory in (federation.memory.load(who.name, round + 1), Payload()):
             models.append(client_model(method, excerpt, model, who, memory))
     for deployment in (one for one in models if one is not None):

@@ -72,7 +72,11 @@ def after_a_round(label: str, options: dict[str, Any], folder: Path) -> tuple[Fe
 
 
 def averages(state: Payload) -> dict[str, Tensor]:
-    return {name: value for name, value in state.tensors.items() if name.partition("/")[0] in AVERAGED}
+    return {
+        name: value
+        for name, value in state.tensors.items()
+        if name.removeprefix("server/").partition("/")[0] in AVERAGED
+    }
 
 
 def without_examples(sent: Upload) -> Upload:

@@ -12,8 +12,9 @@ from fedguild.config.table import table_cells, tables
 from fedguild.core.errors import ConfigError
 from fedguild.methods import build_method
 from fedguild.model.slots import SlotModel
+from fedguild.server.method import Roster
 from tests.backbones import random_adapter, tiny_backbone
-from tests.methods.federation import LARGE, SMALL
+from tests.methods.federation import LARGE, SMALL, client
 
 DEFAULTS = {
     "fedit": "common",
@@ -63,7 +64,7 @@ def test_a_budget_runs_its_model_at_its_own_scale(name: str) -> None:
     backbone = tiny_backbone("olmoe")
     ranks = {"rank": 3} if name in RANKED else {}
     method = build_method(name, {**ranks, "alpha": 6.0, "scale": "own", "targets": ["q_proj"]})
-    state = method.start(backbone.info, [LARGE, SMALL], torch.Generator().manual_seed(0))
+    state = method.start(backbone.info, Roster([LARGE, SMALL], [client(0, LARGE)]), torch.Generator().manual_seed(0))
     tokens = torch.arange(3, 13)[None]
     for budget in (LARGE, SMALL):
         deployed = method.deploy(state, backbone.info, budget)

@@ -16,7 +16,7 @@ from fedguild.data.batches import Encoded, collate
 from fedguild.methods import METHODS
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.server.method import Deployment, client_model
+from fedguild.server.method import Deployment, client_model, excerpt_of
 from tests.methods.federation import LARGE, Federation, client
 from tests.methods.test_matrix import CASES, cases_alike_long, fresh, train
 
@@ -102,7 +102,7 @@ def test_as_trained_is_what_the_slot_held_after_the_last_step(label: str, tmp_pa
     assert memory.trained is not None
     for who in federation.clients:
         excerpt, kept, left = (
-            method.excerpt(state, who),
+            excerpt_of(method, state, model, who),
             memory.load(who.name, 3),
             memory.trained.load(who.name, 3),
         )
@@ -123,7 +123,12 @@ def test_as_received_is_what_the_slot_holds_before_the_next_first_step(
         who.index: asked(
             federation,
             client_model(
-                method, method.excerpt(state, who), model, who, federation.memory.load(who.name, 3), "received"
+                method,
+                excerpt_of(method, state, model, who),
+                model,
+                who,
+                federation.memory.load(who.name, 3),
+                "received",
             ),
         )
         for who in federation.clients
@@ -143,7 +148,7 @@ def test_before_the_first_round_every_model_is_the_published_one(name: str, tmp_
     federation = fresh(name, tmp_path)
     method, model, state = federation.method, federation.model, federation.start()
     who = client(0, LARGE)
-    found = asked(federation, client_model(method, method.excerpt(state, who), model, who, Payload()))
+    found = asked(federation, client_model(method, excerpt_of(method, state, model, who), model, who, Payload()))
     plain = asked(federation, Deployment(AdapterPlan(()), {}))
     assert torch.allclose(found, plain, atol=2e-5) == (name not in ("fedprompt", "fedptuning", "ub-smoe"))
 

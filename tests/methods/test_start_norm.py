@@ -10,7 +10,8 @@ from fedguild.methods import METHODS, build_method
 from fedguild.methods.ffa_lora import shared_factors
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
-from tests.methods.federation import LARGE
+from fedguild.server.method import Roster
+from tests.methods.federation import LARGE, client
 
 WITH_START = [name for name in METHODS if "start_norm" in METHODS.load(name).Settings.model_fields]
 
@@ -33,7 +34,7 @@ def test_a_begins_with_orthogonal_rows_of_that_norm(name: str, olmoe_backbone: B
     elif name in ("flora", "florist"):
         start = fresh_adapter(model, method.plan(model, LARGE), seed=0)
     else:
-        start = dict(method.start(model, [LARGE], torch.Generator().manual_seed(0)).tensors)
+        start = dict(method.start(model, Roster([LARGE], [client(0, LARGE)]), torch.Generator().manual_seed(0)).tensors)
     drawn = {key: value for key, value in start.items() if key.endswith("lora_A") and bool(value.any())}
     assert drawn
     for value in drawn.values():

@@ -22,6 +22,7 @@ from fedguild.model.on_device import kept_on_device
 from fedguild.model.slots import SlotModel
 from fedguild.privacy.dp.dp_sgd import DpSgd
 from fedguild.privacy.dp.noise import Noise
+from fedguild.server.method import Roster
 from tests.backbones import END, PAD, random_rows, tiny_model
 from tests.client.device import Device, Found
 from tests.methods.test_matrix import ALIKE, CASES, CLIENTS, cases, method_of
@@ -183,7 +184,7 @@ def update_locally(
     )
     backbone = make_backbone(model, tokenizer, name="without values")
     info = backbone.info
-    state = method.enroll(method.start(info, [who.budget for who in CLIENTS], torch_rng(0, "start")), info, CLIENTS)
+    state = method.start(info, Roster([who.budget for who in CLIENTS], CLIENTS), torch_rng(0, "start"))
     work = []
     for who in CLIENTS:
         rows = random_rows([4 + (who.index + number) % 5 for number in range(9)], who.index)

@@ -13,7 +13,7 @@ from fedguild.core.payload import Payload
 from fedguild.methods.fedit import FedIT
 from fedguild.methods.trivial import Trivial, TrivialSettings, ranks
 from fedguild.model.backbone import Backbone
-from fedguild.server.method import Method, client_model
+from fedguild.server.method import Method, Roster, client_model, excerpt_of
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 
 CLIENTS = [client(0, LARGE, 4), client(1, SMALL, 7), client(2, MIDDLE, 3), client(3, SMALL, 1)]
@@ -59,12 +59,14 @@ def test_a_budgets_federation_is_fedit_at_its_rank(
 
 def test_every_budget_is_deployed_with_its_own_adapter(olmoe_backbone: Backbone) -> None:
     method, model = trivial(), olmoe_backbone.info
-    state = method.start(model, [LARGE, MIDDLE, SMALL, SMALL], torch.Generator().manual_seed(0))
+    state = method.start(model, Roster([LARGE, MIDDLE, SMALL, SMALL]), torch.Generator().manual_seed(0))
     assert ranks(state.part("adapter")) == {"large": 3, "middle": 2, "small": 1}
     for budget in (LARGE, MIDDLE, SMALL):
         for model_of in (
             method.deploy(state, model, budget),
-            client_model(method, method.excerpt(state, client(0, budget)), model, client(0, budget), Payload()),
+            client_model(
+                method, excerpt_of(method, state, model, client(0, budget)), model, client(0, budget), Payload()
+            ),
         ):
             assert (model_of.plan.rank, model_of.plan.lora.scale) == (budget.rank, 16.0 / budget.rank)
             assert model_of.plan.active_experts is None
@@ -78,7 +80,7 @@ def test_every_budget_is_deployed_with_its_own_adapter(olmoe_backbone: Backbone)
 def test_what_a_client_does_is_counted_for_all_budgets(olmoe_backbone: Backbone, tmp_path: Path) -> None:
     """Steps, tokens, examples and bytes are those of the three FedIT runs together, the loss is their mean."""
     method, model = trivial(), olmoe_backbone.info
-    state = method.start(model, [LARGE, MIDDLE, SMALL], torch.Generator().manual_seed(0))
+    state = method.start(model, Roster([LARGE, MIDDLE, SMALL]), torch.Generator().manual_seed(0))
     mine = delivered(method, olmoe_backbone, state, tmp_path / "all")
     single = [
         delivered(

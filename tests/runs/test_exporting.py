@@ -16,7 +16,7 @@ from fedguild.export.manifest import Form
 from fedguild.runs import experiment
 from fedguild.runs import exporting as run
 from fedguild.runs.exporting import Subject, export
-from fedguild.server.method import Deployment, client_model
+from fedguild.server.method import Deployment, client_model, excerpt_of
 from tests.backbones import tiny_model
 from tests.export.conftest import BUDGETS, assert_same_logits, plain_logits, slot_logits
 from tools.tiny.tokenizer import train_tokenizer
@@ -174,7 +174,7 @@ def own(folder: Path, name: str, active: int) -> torch.Tensor:
     client = next(known for known in restored.clients if known.name == name)
     memory = restored.memory.load(name, number + 1)
     model = restored.backbone.info
-    excerpt = restored.method.excerpt(state, client)
+    excerpt = excerpt_of(restored.method, state, restored.backbone.info, client)
     deployment = client_model(restored.method, excerpt, model, client, memory)
     return slot_logits(restored.backbone, replace(deployment, plan=replace(deployment.plan, active_experts=active)))
 

@@ -22,6 +22,7 @@ from fedguild.model.packaged import PACKAGED
 from fedguild.runs import experiment
 from fedguild.runs.setup import budgets_of, check_config, fitted, prepare_data
 from fedguild.server import checkpoint
+from fedguild.server.method import Roster
 from tests.data.writing import write_csv, write_json, write_jsonl
 from tests.runs.runs import save_model
 from tests.undescribed import plain
@@ -196,7 +197,7 @@ def has_no_global_model(config: Config) -> bool:
     method = fitted(build_method(config.method.name, config.method.options), config, model)
     tiers = list(budgets_of(config, model).values())
     clients = [ClientInfo(index, tiers[index % len(tiers)], 10) for index in range(config.federation.clients)]
-    state = method.enroll(method.start(model, tiers, torch_rng(0, "start")), model, clients)
+    state = method.start(model, Roster(tiers, clients), torch_rng(0, "start"))
     return method.deploy(state, model, tiers[0]) is None
 
 

@@ -178,3 +178,28 @@ def test_a_history_that_is_damaged_or_missing_is_said_so_and_the_round_before_is
     assert newest is not None
     assert newest.round == 1
     assert len(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [
+        (
+            {"common/x": 0, "experts/y": 1, "known": 2, "seed": 3, "round": 4},
+            {"server/common/x": 0, "server/experts/y": 1, "server/known": 2, "server/seed": 3, "server/round": 4},
+        ),
+        (
+            {"adapter/x": 0, "experts/y": 1, "clients/held/z": 2, "client/poor": 3, "round": 4},
+            {"adapter/x": 0, "server/experts/y": 1, "server/held/z": 2, "server/clients/poor": 3, "server/round": 4},
+        ),
+        ({"adapter/x": 0, "ranks": [3, 1]}, {"adapter/x": 0, "client/0/rank": 3, "client/1/rank": 1}),
+        ({"adapter/x": 0, "experts/y": 1, "round": 4}, {"adapter/x": 0, "experts/y": 1, "round": 4}),
+    ],
+    ids=["fedamole", "fedmoe", "hetlora", "another"],
+)
+def test_a_state_of_version_0_3_has_the_names_of_today(tmp_path, before, now):
+    scalars = ("seed", "round")
+    tensors = {name: torch.tensor(value) for name, value in before.items() if name not in scalars}
+    old = Payload(tensors, {name: value for name, value in before.items() if name in scalars})
+    checkpoint.save(tmp_path, 1, old, fingerprint="run-a")
+    found = load(tmp_path, 1).state
+    assert {name: value.tolist() for name, value in found.tensors.items()} | dict(found.scalars) == now

@@ -19,7 +19,7 @@ from fedguild.methods.fedit import FedIT
 from fedguild.model.info import ModelInfo
 from fedguild.privacy.dp.noise import Noise
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, not_needed, too_late
-from fedguild.server.method import Method, Upload
+from fedguild.server.method import Method, Roster, Upload
 from fedguild.server.private_mean import PrivateMean
 from fedguild.server.round import Outcome, RoundSetup, Stray
 from fedguild.server.rounds import run_round
@@ -107,7 +107,7 @@ def method() -> Recording:
 
 @pytest.fixture
 def state(method, model) -> Payload:
-    return method.start(model, [CLIENTS[0].budget], torch.Generator().manual_seed(0))
+    return method.start(model, Roster([CLIENTS[0].budget]), torch.Generator().manual_seed(0))
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from fedguild.methods import METHODS, build_method
 from fedguild.runs.setup import check_config
 from fedguild.server import checkpoint
 from fedguild.server.engine import Delivery, Task
+from fedguild.server.method import Roster
 from fedguild.server.optimizer import MOMENTUM, own_state, server_step, takes_steps
 from fedguild.server.round import RoundSetup
 from fedguild.server.rounds import run_round
@@ -68,7 +69,7 @@ def test_rolora_moves_the_factor_of_the_round_alone(olmoe_backbone: Any) -> None
     method, model = build_method("rolora", {"rank": 2}), olmoe_backbone.info
     clients = [client(0, LARGE, 3), client(1, SMALL, 2)]
     engine, rules = _Scripted(), FederationSettings(clients=2, server_step=1.5, server_momentum=0.5)
-    found = method.start(model, [LARGE, SMALL], torch.Generator().manual_seed(0))
+    found = method.start(model, Roster([LARGE, SMALL]), torch.Generator().manual_seed(0))
     for number, trained in ((1, "lora_B"), (2, "lora_A"), (3, "lora_B")):
         after = run_round(number, found, clients, RoundSetup(method, model, engine, rules, 0)).state
         before, moved = found.part(ADAPTER), after.part(ADAPTER)
@@ -131,7 +132,7 @@ def test_momentum_survives_its_checkpoint(olmoe_backbone: Any, tmp_path: Path) -
     def after(number: int, before: Payload) -> Payload:
         return run_round(number, before, clients, RoundSetup(method, model, _Scripted(), rules, 0)).state
 
-    first = after(1, method.start(model, [LARGE, SMALL], torch.Generator().manual_seed(0)))
+    first = after(1, method.start(model, Roster([LARGE, SMALL]), torch.Generator().manual_seed(0)))
     checkpoint.save(tmp_path, 1, first, fingerprint="x")
     found = after(2, checkpoint.load(tmp_path, 1, fingerprint="x").state)
     expected, forgotten = after(2, first), after(2, own_state(first))

@@ -22,7 +22,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.server.diagnosis import SHRINKAGE
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait
 from fedguild.server.guard import Held, NormBound
-from fedguild.server.method import Method
+from fedguild.server.method import Method, Roster
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.rounds import run_round
 
@@ -87,7 +87,7 @@ def method() -> Method:
 
 @pytest.fixture
 def state(method: Method, model: ModelInfo) -> Payload:
-    return method.start(model, [CLIENTS[0].budget], torch.Generator().manual_seed(0))
+    return method.start(model, Roster([CLIENTS[0].budget]), torch.Generator().manual_seed(0))
 
 
 def play(

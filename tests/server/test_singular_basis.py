@@ -17,6 +17,7 @@ from fedguild.methods.guild import Guild
 from fedguild.model.backbone import Backbone
 from fedguild.server.engine import Task
 from fedguild.server.low_rank import Factors, by_module
+from fedguild.server.method import Roster
 from fedguild.server.singular_basis import Basis, bases_of, basis_of, in_basis, out_of_basis
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, SMALL, Federation, client
@@ -83,7 +84,7 @@ def test_where_there_is_no_basis_the_factors_stay(case: str) -> None:
 
 def test_there_and_back(olmoe_backbone: Backbone) -> None:
     """Of every module of a model, routed experts included; what is not LoRA is not touched."""
-    state = Guild(Guild.Settings(rank=2)).start(olmoe_backbone.info, [LARGE], torch.Generator().manual_seed(0))
+    state = Guild(Guild.Settings(rank=2)).start(olmoe_backbone.info, Roster([LARGE]), torch.Generator().manual_seed(0))
     drawn = torch.Generator().manual_seed(1)
     theta = {
         name: value + torch.randn(value.shape, generator=drawn) / 10 for name, value in state.part(ADAPTER).items()

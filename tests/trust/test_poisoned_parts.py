@@ -18,7 +18,7 @@ from fedguild.federation.testing import HostileClient, Message, drive
 from fedguild.methods import METHODS
 from fedguild.runs.setup import budgets_of, fitted, method_of, preparation
 from fedguild.server.guard import not_finite
-from fedguild.server.method import Method
+from fedguild.server.method import Method, Roster
 from tests.runs.runs import says
 from tests.trust.attacks import Attack, uploading
 from tests.trust.conftest import config_of
@@ -76,8 +76,7 @@ def first_parts(config: Config) -> tuple[set[str], set[str]]:
     method, tiers = fitted(method_of(config), config, backbone.info), budgets_of(config, backbone.info)
     dealt = config.federation.budget_per_client()
     clients = [ClientInfo(index, tiers[tier.name], 10) for index, tier in enumerate(dealt)]
-    state = method.start(backbone.info, list(tiers.values()), torch_rng(0, "start"))
-    state = method.enroll(state, backbone.info, clients)
+    state = method.start(backbone.info, Roster(list(tiers.values()), clients), torch_rng(0, "start"))
     download = method.download(state, backbone.info, clients[0])
     sent = method.schema(backbone.info, clients[0], download).tensors
     not_shares = [name for name, entry in sent.items() if entry.bound is None or entry.bound.total is None]

@@ -6,7 +6,7 @@ docs/reference/names.md has the table too.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -53,16 +53,28 @@ STATE = {
     "^figures/([^/]+)/(idle|ratio)$": r"server/figures/\1/figures/\2",
 }
 """Pattern of the name of a tensor in a state of 0.3 -> its name now."""
+STATE_OF = {
+    "^known$": {"^": "server/"},  # FedAMoLE: the server keeps it all to itself
+    "^client/poor$": {
+        "^clients/": "server/",
+        "^client/": "server/clients/",
+        "^(experts/|round$)": r"server/\1",
+    },  # FedMoE
+}
+"""Pattern of a name that only one method's state of 0.3 has -> the patterns of its other names, scalars among them."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def state_name(name: str) -> str:
-    """Returns the name of a state's tensor, given the name that it has in a checkpoint of this version or of 0.3."""
-    for before, now in STATE.items():
-        name = re.sub(before, now, name)
-    return name
+def state_names(names: Iterable[str]) -> dict[str, str]:
+    """Returns name -> its name now of a state's tensors and scalars, from a checkpoint of this version or of 0.3."""
+    own = {name: name for name in names}
+    methods = [patterns for mark, patterns in STATE_OF.items() if any(re.search(mark, name) for name in own)]
+    for patterns in (STATE, *methods):
+        for before, now in patterns.items():
+            own = {name: re.sub(before, now, renamed) for name, renamed in own.items()}
+    return own
 
 
 def refuse_old_names(settings: Mapping[str, Any], source: str, renamed: Mapping[str, str] = SETTINGS) -> None:

@@ -13,6 +13,8 @@ from fedguild.core.packing import Scalar as Scalar
 
 ADAPTER = "adapter"
 """The part of states, downloads and uploads with the trainables that are sent and aggregated."""
+SERVER = "server"
+"""The part of a state that stays with the server."""
 ROUTING = "routing"
 """The part with a client's activation frequencies: its share of tokens that activated each expert, [M] per layer."""
 
@@ -45,8 +47,12 @@ class Payload:
         return {key[len(prefix) :]: value for key, value in self.tensors.items() if key.startswith(prefix)}
 
     def without(self, *names: str) -> Payload:
-        """Returns the payload without some of its tensors, each by its whole name."""
-        return Payload({name: value for name, value in self.tensors.items() if name not in names}, self.scalars)
+        """Returns the payload without some of its tensors and scalars, each by its whole name."""
+        left_out = frozenset(names)
+        return Payload(
+            {name: value for name, value in self.tensors.items() if name not in left_out},
+            {name: value for name, value in self.scalars.items() if name not in left_out},
+        )
 
 
 def with_part(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

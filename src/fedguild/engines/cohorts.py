@@ -143,7 +143,7 @@ class Trainer:
         plans: Sequence[AdapterPlan],
         lengths: Sequence[Sequence[int]],
         free: int,
-        beside: AdapterPlan | None = None,
+        round_index: int,
         *,
         rows: int = 1,
     ) -> int:
@@ -152,10 +152,12 @@ class Trainer:
         Args:
             lengths: The tokens of each row of the examples, by client.
             free: Free bytes of the device's memory.
-            beside: The plan of further slots, as `Method.further_plan` returns it.
+            round_index: The round.
             rows: Rows of an example, 2 of a preference pair.
         """
         largest = max(plans, key=lambda plan: (plan.rank, plan.active_experts or self.backbone.info.top_k))
+        further = (plan.beside_in(round_index) for plan in plans)
+        beside = max((plan for plan in further if plan is not None), key=lambda plan: plan.rank, default=None)
         packs = self.backbone.packs and all(part.packs for part in largest.parts)
         rows *= self.settings.batch_size
         tokens = most_tokens(lengths, rows, packs=packs)
@@ -259,14 +261,6 @@ def plan_groups(planned: Sequence[Planned]) -> list[list[Planned]]:
     return [list(group) for _, group in groupby(planned, key=lambda pair: pair[1].cohort_key)]
 
 
-def further_plan(
-    method: Method, model: ModelInfo, clients: Sequence[ClientInfo], round_index: int
-) -> AdapterPlan | None:
-    """Returns the largest plan of further slots that clients hold in a round; see `Method.further_plan`."""
-    plans = [method.further_plan(model, budget, round_index) for budget in {client.budget for client in clients}]
-    return max((plan for plan in plans if plan is not None), key=lambda plan: plan.rank, default=None)
-
-
 def split_by_need(
     method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait, seed: int
 ) -> tuple[list[Planned], dict[int, Delivery]]:
@@ -314,7 +308,7 @@ def auto_cohort_size(
         tokens: Tokens of one client's share of a forward pass, with the padding that is computed.
         free: Free bytes of the device's memory.
         settings: How clients train; None for Adam.
-        beside: The plan of further slots, as `Method.further_plan` returns it.
+        beside: The plan of further slots that clients hold.
     """
     return largest_cohort(
         backbone.info,

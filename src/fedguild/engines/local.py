@@ -23,7 +23,6 @@ from fedguild.engines.cohorts import (
     Trainer,
     delivery,
     free_bytes,
-    further_plan,
     plan_groups,
     room_of,
     split_by_need,
@@ -97,7 +96,7 @@ class LocalEngine:
             for members in plan_groups(planned):
                 device = self.backbone.device
                 room = room_of(device) if self.cohort_size == "auto" else None
-                cohorts = FittingCohorts(members, self._size(method, members), device, room=room)
+                cohorts = FittingCohorts(members, self._size(members), device, room=room)
                 for cohort in cohorts:
                     deadline = terms.deadline_seconds
                     if deadline is not None and time.monotonic() - started > deadline:
@@ -132,12 +131,13 @@ class LocalEngine:
         kept = self.memory.load(task.client.name, task.round)
         return LocalWork(task.client, self.examples[task.client.index], task.download, kept)
 
-    def _size(self, method: Method, members: Sequence[Planned]) -> int:
+    def _size(self, members: Sequence[Planned]) -> int:
         if self.cohort_size != "auto":
             return self.cohort_size
         (first, _), *_ = members
         plans, free = [plan for _, plan in members], free_bytes(self.backbone.device)
         examples = [self.examples[task.client.index] for task, _ in members]
         lengths = [[len(row.input_ids) for example in own for row in example.rows] for own in examples]
-        beside = further_plan(method, self.backbone.info, [task.client for task, _ in members], first.round)
-        return self.trainer.cohort_size(plans, lengths, free, beside, rows=2 if any(map(has_pairs, examples)) else 1)
+        return self.trainer.cohort_size(
+            plans, lengths, free, first.round, rows=2 if any(map(has_pairs, examples)) else 1
+        )

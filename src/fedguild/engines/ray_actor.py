@@ -27,7 +27,7 @@ from fedguild.core.errors import FedGuildError
 from fedguild.core.packing import pack, unpack
 from fedguild.data.batches import Encoded, SlotBatch
 from fedguild.engines.client_report import ClientReport
-from fedguild.engines.cohorts import FittingCohorts, Planned, Private, Trained, Trainer, free_bytes, further_plan
+from fedguild.engines.cohorts import FittingCohorts, Planned, Private, Trained, Trainer, free_bytes
 from fedguild.engines.plain_plans import plan_from_plain
 from fedguild.methods import build_method
 from fedguild.model.backbone import Backbone, load_backbone, pick_device
@@ -173,9 +173,8 @@ class CohortActor:
         method = build_method(request.method, request.options)
         plans = [method.plan(self.trainer.backbone.info, client.budget) for client in request.clients]
         lengths = [self.examples[f"{client.index}/lengths"].tolist() for client in request.clients]
-        beside = further_plan(method, self.trainer.backbone.info, request.clients, request.round)
         pairs = any(self.examples[f"{client.index}/pairs"] for client in request.clients)
-        return self.trainer.cohort_size(plans, lengths, self._free_bytes(), beside, rows=2 if pairs else 1)
+        return self.trainer.cohort_size(plans, lengths, self._free_bytes(), request.round, rows=2 if pairs else 1)
 
     def train(self, job: Plain, *payloads: bytes) -> tuple[Plain, list[bytes]]:
         """Trains a cohort, in parts if the memory does not hold it at once.

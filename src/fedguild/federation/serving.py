@@ -60,7 +60,7 @@ from fedguild.runs.setup import (
     tell_fitted,
 )
 from fedguild.server import checkpoint
-from fedguild.server.method import Method, client_model
+from fedguild.server.method import Method, client_model, excerpt_of, starts_from_clients
 from fedguild.server.optimizer import own_state
 from fedguild.server.round import Outcome
 from fedguild.server.sampling import quorum_count
@@ -231,13 +231,13 @@ class RemoteClients:
         return self.engine.ask(kind, number, partial(self._excerpt, state), self.wait_seconds, metadata)
 
     def _excerpt(self, state: Payload, client: int) -> bytes:
-        part = self.method.excerpt(own_state(state), self._client(client))
+        part = excerpt_of(self.method, own_state(state), self.model, self._client(client))
         return pack(part.tensors, part.scalars)
 
     def _beyond_weights(self, state: Payload) -> list[str]:
         """Returns the parts of the clients' models that no checkpoint can hold; they are the same for all."""
         client = self._client(0)
-        excerpt = self.method.excerpt(own_state(state), client)
+        excerpt = excerpt_of(self.method, own_state(state), self.model, client)
         return beyond_weights(client_model(self.method, excerpt, self.model, client, Payload()).plan)
 
 
@@ -343,7 +343,8 @@ def prepare_remote(
     )
     refuse = registry.turn_away if config.federation.secure else None
     members = Members(output / MEMBERS, settings, progress.message, audit.append, refuse)
-    _wait_for_clients(registry, config, settings, members, needs_all=type(method).enroll is not Method.enroll)
+    needs_all = starts_from_clients(method, backbone.info, list(tiers.values()))
+    _wait_for_clients(registry, config, settings, members, needs_all=needs_all)
     engine = FlowerEngine(
         transport,
         registry,

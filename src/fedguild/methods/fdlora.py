@@ -51,7 +51,7 @@ from fedguild.core.seeding import derive
 from fedguild.data.batches import Encoded
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, Roster, ServerCosts
 from fedguild.server.settings import Dropout, DropoutLoraSettings, Rank, Targets
 from fedguild.server.terms import Means, Terms, Upload, mean
 
@@ -104,14 +104,14 @@ class FDLoRA(Method):
         """Returns one LoRA, the same for every budget: the two adapters take turns in it."""
         return AdapterPlan((self.settings.lora,))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Returns the LoRA that stage 1 begins with (A random, B = 0), and v = 0.
 
         Raises:
             ConfigError: nevergrad is not installed.
         """
         _nevergrad()
-        shared = initial_adapter(model, self.plan(model, budgets[0]), rng)
+        shared = initial_adapter(model, self.plan(model, roster.budgets[0]), rng)
         velocity = {name: torch.zeros_like(value) for name, value in shared.items()}
         return Payload.of({ADAPTER: shared, VELOCITY: velocity}, {"rounds": 0})
 

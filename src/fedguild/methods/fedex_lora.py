@@ -44,7 +44,7 @@ from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
 from fedguild.server.low_rank import Factors, by_module, stack
 from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Own, Roster, ServerCosts
 from fedguild.server.schema import Schema
 from fedguild.server.settings import DropoutLoraSettings, Weights
 from fedguild.server.terms import Upload
@@ -90,9 +90,9 @@ class FedExLoRA(Method):
         lora = settings.lora
         return AdapterPlan((lora,), active_experts_of(model, budget), merges=True)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1."""
-        unchanged, adapter = no_merges(), initial_adapter(model, self.plan(model, budgets[0]), rng)
+        unchanged, adapter = no_merges(), initial_adapter(model, self.plan(model, roster.budgets[0]), rng)
         return Payload({**unchanged.tensors, **with_part(ADAPTER, adapter)}, unchanged.scalars)
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:

@@ -25,7 +25,6 @@ Deviations and additions:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -40,7 +39,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.aggregation import truncate_rank
 from fedguild.server.limits import require_within_rank, require_within_top_k
-from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Own
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Own, Roster
 from fedguild.server.settings import Rank, Scale, UnequalRanksSettings, Weights
 from fedguild.server.terms import Terms, Upload, mean, mean_by_rank
 
@@ -79,9 +78,9 @@ class FedIT(Method):
         scale = settings.scale_of(replace(budget, rank=rank))
         return AdapterPlan((settings.lora_of(rank, scale),), active)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1."""
-        plans = [self.plan(model, budget) for budget in budgets]
+        plans = [self.plan(model, budget) for budget in roster.budgets]
         whole = plans[0].with_lora(rank=self.settings.rank)
         return Payload.of({ADAPTER: initial_adapter(model, whole, rng)})
 

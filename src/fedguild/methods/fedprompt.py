@@ -25,8 +25,6 @@ Readings and deviations (docs/methods/fedprompt.md):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from pydantic import Field
 
@@ -37,7 +35,7 @@ from fedguild.core.payload import ADAPTER, Payload
 from fedguild.model.adapters.soft_prompt import SoftPrompt
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.server.method import RUNNING_MEAN, Facts, Method, NotPrivate
+from fedguild.server.method import RUNNING_MEAN, Facts, Method, NotPrivate, Roster
 from fedguild.server.settings import MethodSettings
 from fedguild.server.terms import Terms, Upload, mean
 
@@ -74,7 +72,7 @@ class FedPrompt(Method):
         """Returns a soft prompt and no LoRA, the same for every budget."""
         return AdapterPlan((SoftPrompt(self.settings.tokens, self.settings.text),))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Returns an empty state: every machine that runs the model can do line 1 itself."""
         return Payload()
 

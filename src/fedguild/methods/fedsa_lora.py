@@ -24,7 +24,7 @@ Readings and deviations (docs/methods/fedsa-lora.md):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes, zero_adapter
 from fedguild.model.targets import leaf
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Own
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Own, Roster
 from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import DropoutLoraSettings, Rank, Weights
 from fedguild.server.terms import Terms, Upload, mean
@@ -69,9 +69,9 @@ class FedSALoRA(Method):
         """Returns LoRA of the same rank for every budget, with the budget's active experts."""
         return AdapterPlan((self.settings.lora,), active_experts_of(model, budget))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1."""
-        return Payload.of({ADAPTER: factors(initial_adapter(model, self.plan(model, budgets[0]), rng), DOWN)})
+        return Payload.of({ADAPTER: factors(initial_adapter(model, self.plan(model, roster.budgets[0]), rng), DOWN)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 to 5."""

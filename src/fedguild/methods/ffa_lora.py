@@ -23,7 +23,6 @@ Readings and deviations (docs/methods/ffa-lora.md):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -37,7 +36,7 @@ from fedguild.core.seeding import new_seed, torch_rng
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes, trainable_shapes
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Own
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Own, Roster
 from fedguild.server.settings import DropoutLoraSettings, Weights
 from fedguild.server.terms import Terms, Upload, mean
 
@@ -65,9 +64,9 @@ class FFALoRA(Method):
         """Returns LoRA whose A is frozen, with the budget's active experts."""
         return AdapterPlan((replace(self.settings.lora, frozen=("lora_A",)),), active_experts_of(model, budget))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1."""
-        shapes = trainable_shapes(model, self.plan(model, budgets[0]))
+        shapes = trainable_shapes(model, self.plan(model, roster.budgets[0]))
         zeros = {name: torch.zeros(shape) for name, shape in shapes.items()}
         return Payload.of({ADAPTER: zeros}, {SEED: new_seed(rng)})
 

@@ -33,7 +33,6 @@ Readings and deviations (docs/methods/flame.md):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -48,7 +47,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.aggregation import activation_weights
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Observation, Own
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Observation, Own, Roster
 from fedguild.server.rescaler import RESCALER, Rescaler, scale_observations, scale_parts, split_scales
 from fedguild.server.schema import Bound, Schema, entries
 from fedguild.server.settings import LoraSettings, Targets
@@ -88,11 +87,13 @@ class Flame(Method):
         settings, active = self.settings, require_within_top_k(model, budget)
         return AdapterPlan((settings.lora, *scale_parts(settings.rescaler, model.top_k / active)), active)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1; every budget's mean s starts at 1."""
-        plans = [self.plan(model, budget) for budget in budgets]
+        plans = [self.plan(model, budget) for budget in roster.budgets]
         lora, scales = split_scales(initial_adapter(model, plans[0], rng))
-        means = {f"{budget.name}/{RESCALER}/{name}": scale for budget in budgets for name, scale in scales.items()}
+        means = {
+            f"{budget.name}/{RESCALER}/{name}": scale for budget in roster.budgets for name, scale in scales.items()
+        }
         return Payload.of({ADAPTER: lora, "budget": means})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:

@@ -29,7 +29,7 @@ Readings and deviations (docs/methods/flexlora.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 from torch.nn.functional import pad
@@ -41,7 +41,7 @@ from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.aggregation import truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import Factors, by_module, decompose, named, stack, truncate, weighted_product
-from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Own, Roster, ServerCosts
 from fedguild.server.settings import UnequalRanksSettings
 from fedguild.server.terms import Upload
 from fedguild.server.uploads import collected, scaled_products
@@ -78,9 +78,9 @@ class FlexLoRA(Method):
         """Returns s_c."""
         return self.settings.scale_of(budget)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1; Delta W is 0."""
-        plans = [self.plan(model, budget) for budget in budgets]
+        plans = [self.plan(model, budget) for budget in roster.budgets]
         return Payload.of({ADAPTER: initial_adapter(model, plans[0].with_lora(rank=self.settings.rank), rng)})
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:

@@ -25,7 +25,7 @@ Readings and deviations (docs/methods/flora.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import torch
 
@@ -40,7 +40,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
 from fedguild.server.low_rank import weighted_product
 from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, Roster, ServerCosts
 from fedguild.server.schema import Schema
 from fedguild.server.settings import AnyRanksSettings
 from fedguild.server.terms import Upload
@@ -79,9 +79,9 @@ class Flora(Method):
         """Returns s_c."""
         return self.settings.scale_of(budget)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Returns the state of the published backbone; Delta W is 0."""
-        for budget in budgets:
+        for budget in roster.budgets:
             trainable_shapes(model, self.plan(model, budget))
         unchanged = no_merges()
         return Payload(unchanged.tensors, {**unchanged.scalars, ADAPTER_SEED: new_seed(rng)})

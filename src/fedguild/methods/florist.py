@@ -29,7 +29,7 @@ Readings and deviations (docs/methods/florist.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -48,7 +48,7 @@ from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
 from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import Factors, Svd, by_module, decompose, named, weighted_product
 from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echo, merges, no_merges
-from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, Roster, ServerCosts
 from fedguild.server.schema import Schema
 from fedguild.server.settings import AnyRanksSettings
 from fedguild.server.terms import Upload
@@ -102,9 +102,9 @@ class Florist(Method):
         """Returns s_c."""
         return self.settings.scale_of(budget)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Returns the state of the published backbone, without a pair."""
-        for budget in budgets:
+        for budget in roster.budgets:
             trainable_shapes(model, self.plan(model, budget))
         unchanged = no_merges()
         return Payload(unchanged.tensors, {**unchanged.scalars, ADAPTER_SEED: new_seed(rng), COUNT: 0})

@@ -24,8 +24,6 @@ that one clipping and one noise cover it. Readings (docs/methods/guild.md):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from fedguild.client.budget import Budget
@@ -35,7 +33,7 @@ from fedguild.core.payload import ADAPTER, Payload
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Own
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Own, Roster
 from fedguild.server.settings import InBasisSettings
 from fedguild.server.singular_basis import change_basis, out_of_basis, started
 
@@ -59,7 +57,7 @@ class Guild(Method):
         model.require_experts("Guild")
         return AdapterPlan((self.settings.lora,), require_within_top_k(model, budget))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1."""
         return Payload.of({ADAPTER: started(model, self.settings.lora, self.settings.norm, rng)})
 

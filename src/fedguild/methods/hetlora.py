@@ -57,15 +57,13 @@ from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.aggregation import Weight, pad_rank, rank_axis, truncate_rank
 from fedguild.server.limits import require_within_rank
 from fedguild.server.low_rank import DOWN, UP, Factors, accurate, by_module
-from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, Roster, ServerCosts
 from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import Scale, UnequalRanksSettings
 from fedguild.server.terms import RANK, Means, Terms, Upload, mean_of_padded
 
 TAIL = "tail"
 """The payload part with the ranks of a client's adapter that it loses if it is pruned; left out if it was."""
-RANKS = "ranks"
-"""The state's tensor with r_k of every client, [clients] int64."""
 
 
 class HetLoRASettings(UnequalRanksSettings):
@@ -106,17 +104,12 @@ class HetLoRA(Method):
         rank = require_within_rank(budget, settings.rank)
         return AdapterPlan((settings.lora_of(rank, settings.scale_of(budget)),))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Line 1."""
-        plans = [self.plan(model, budget) for budget in budgets]
-        return Payload.of({ADAPTER: initial_adapter(model, plans[0].with_lora(rank=self.settings.rank), rng)})
-
-    def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1: every client's rank is its budget's."""
-        ranks = torch.zeros(1 + max(client.index for client in clients), dtype=torch.int64)
-        for client in clients:
-            ranks[client.index] = client.budget.rank
-        return Payload({**state.tensors, RANKS: ranks})
+        plans = [self.plan(model, budget) for budget in roster.budgets]
+        adapter = initial_adapter(model, plans[0].with_lora(rank=self.settings.rank), rng)
+        ranks = {rank_name(client): torch.tensor(client.budget.rank) for client in roster.clients}
+        return Payload({**with_part(ADAPTER, adapter), **ranks})
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3."""
@@ -159,25 +152,19 @@ class HetLoRA(Method):
 
     def update(self, state: Payload, means: Means) -> Payload:
         """Line 7; ranks whose holders have no weight keep their global value."""
-        ranks = state.tensors[RANKS].clone()
-        for contributor in means.contributors:
-            ranks[contributor.client.index] = int(contributor.held[RANK].sum())
-        return Payload({**with_part(ADAPTER, means.moved(ADAPTER, state.part(ADAPTER))), RANKS: ranks})
+        ranks = {rank_name(each.client): each.held[RANK].sum() for each in means.contributors}
+        return Payload({**state.tensors, **with_part(ADAPTER, means.moved(ADAPTER, state.part(ADAPTER))), **ranks})
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the global A, B truncated to the budget's rank, or to the client's own, pruned or not."""
         plan, adapter = self.plan(model, budget), state.part(ADAPTER)
-        rank = plan.lora.rank if own is GLOBAL else rank_of(adapter)
+        rank = plan.lora.rank if own is GLOBAL else next(iter(ranks_of(state).values()))
         return Deployment(plan.with_lora(rank=rank), truncate_rank(adapter, rank))
-
-    def excerpt(self, state: Payload, client: ClientInfo) -> Payload:
-        """Returns A, B at the client's own rank, without the record of ranks."""
-        return Payload.of({ADAPTER: self._truncated(state, client)})
 
     def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
         """Returns every client's rank."""
-        ranks = state.tensors[RANKS]
-        return [Observation("rank", ranks.float(), [f"client {index}" for index in range(len(ranks))])]
+        ranks = ranks_of(state)
+        return [Observation("rank", torch.tensor([*ranks.values()]).float(), [f"client {index}" for index in ranks])]
 
     def pruned(self, rank: int) -> int:
         """Returns the rank after pruning, max(r_min, floor(gamma r)); the rank itself where nothing is pruned."""
@@ -187,7 +174,7 @@ class HetLoRA(Method):
 
     def _truncated(self, state: Payload, client: ClientInfo) -> dict[str, Tensor]:
         """Returns the global A, B truncated to the client's own rank."""
-        return truncate_rank(state.part(ADAPTER), int(state.tensors[RANKS][client.index]))
+        return truncate_rank(state.part(ADAPTER), int(state.tensors[rank_name(client)]))
 
     def _parted(self, adapter: Mapping[str, Tensor], *, prune: bool = False) -> Payload:
         """Returns an adapter as it is sent: the ranks that pruning keeps and, unless it is to be pruned, the tail."""
@@ -247,6 +234,17 @@ def _tail_norms(tensor: SlotTensor, starts: Sequence[int]) -> Tensor:
 def rank_of(adapter: Mapping[str, Tensor]) -> int:
     """Returns the rank of an adapter, from the shape of any of its factors."""
     return next(value.shape[_axis(name)] for name, value in adapter.items() if name.endswith(DOWN))
+
+
+def rank_name(client: ClientInfo) -> str:
+    """Returns the name of a client's rank in the state."""
+    return f"client/{client.index}/rank"
+
+
+def ranks_of(state: Payload) -> dict[int, int]:
+    """Returns client -> r_k, in the clients' order; of an excerpt the client's own alone."""
+    ranks = {int(name.partition("/")[0]): int(rank) for name, rank in state.part("client").items()}
+    return dict(sorted(ranks.items()))
 
 
 def whole_adapter(payload: Payload) -> dict[str, Tensor]:

@@ -31,7 +31,6 @@ Readings and deviations (docs/methods/rolora.md):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -45,7 +44,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.model.targets import leaf
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import RUNNING_MEAN, Facts, Method
+from fedguild.server.method import RUNNING_MEAN, Facts, Method, Roster
 from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import DropoutLoraSettings, Weights
 from fedguild.server.terms import Means, Terms, Upload, mean
@@ -75,16 +74,16 @@ class RoLoRA(Method):
     )
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
-        """Returns LoRA of the same rank for every budget, with the budget's active experts and both factors."""
-        return AdapterPlan((self.settings.lora,), active_experts_of(model, budget))
+        """Returns LoRA of the same rank for every budget, with the budget's active experts and both factors.
 
-    def further_plan(self, model: ModelInfo, budget: Budget, round_index: int) -> AdapterPlan:
-        """Returns the plan of the slots that train, one factor of which is frozen."""
-        return self.plan(model, budget).with_lora(frozen=(DOWN if round_index % 2 else UP,))
+        The slots beside it train, one of the factors frozen; it counts both.
+        """
+        plan = AdapterPlan((self.settings.lora,), active_experts_of(model, budget))
+        return replace(plan, beside=plan)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1."""
-        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, budgets[0]), rng)}, {ROUND: 1})
+        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, roster.budgets[0]), rng)}, {ROUND: 1})
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Lines 3 and 6: the global A and B, and t."""
@@ -93,17 +92,14 @@ class RoLoRA(Method):
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Line 3 or line 6."""
         pairs = zip(cohort.model.plans, cohort.work, strict=True)
-        with cohort.afresh([plan_of_round(plan, work.download) for plan, work in pairs]) as clients:
+        with cohort.afresh([plan_of(int(work.download.scalars[ROUND]), plan) for plan, work in pairs]) as clients:
             load_received(clients)
             return train(clients)
 
     def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
         """Returns the names and shapes of the factor that trains in the round."""
-        if round_index:
-            plan = self.further_plan(model, client.budget, round_index)
-        else:
-            plan = plan_of_round(self.plan(model, client.budget), download)
-        return Schema(entries(ADAPTER, trainable_shapes(model, plan)))
+        plan, round_index = self.plan(model, client.budget), round_index or int(download.scalars[ROUND])
+        return Schema(entries(ADAPTER, trainable_shapes(model, plan_of(round_index, plan))))
 
     def terms(self, sent: Upload) -> Terms:
         """Line 4 or line 7."""
@@ -111,17 +107,17 @@ class RoLoRA(Method):
 
     def update(self, state: Payload, means: Means) -> Payload:
         """Line 4 or line 7; the other factor stays, and late uploads, which have it, are ignored."""
-        trained = trained_factor(state)
+        trained = trained_factor(int(state.scalars[ROUND]))
         before = {name: value for name, value in state.part(ADAPTER).items() if leaf(name) == trained}
         moved = with_part(ADAPTER, means.moved(ADAPTER, before))
         return Payload({**state.tensors, **moved}, {ROUND: int(state.scalars[ROUND]) + 1})
 
 
-def trained_factor(payload: Payload) -> str:
-    """Returns the factor that trains in the round of a state or download: `lora_B` in odd rounds, else `lora_A`."""
-    return UP if int(payload.scalars[ROUND]) % 2 else DOWN
+def trained_factor(round_index: int) -> str:
+    """Returns the factor that trains in a round: `lora_B` in odd rounds, else `lora_A`."""
+    return UP if round_index % 2 else DOWN
 
 
-def plan_of_round(plan: AdapterPlan, download: Payload) -> AdapterPlan:
-    """Returns the plan with the other factor frozen."""
-    return plan.with_lora(frozen=(DOWN if trained_factor(download) == UP else UP,))
+def plan_of(round_index: int, plan: AdapterPlan) -> AdapterPlan:
+    """Returns the plan with the factor frozen that does not train in a round."""
+    return plan.with_lora(frozen=(DOWN if trained_factor(round_index) == UP else UP,))

@@ -23,7 +23,8 @@ Readings and deviations (docs/methods/trivial.md):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from fedguild.core.payload import ADAPTER, Payload, with_part
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.aggregation import rank_axis
-from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, Roster, ServerCosts
 from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import AnyRanksSettings, Targets
 
@@ -67,16 +68,13 @@ class Trivial(Method):
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank; all of the model's experts stay active."""
         settings = self.settings
-        return AdapterPlan((settings.lora_of(budget.rank, settings.scale_of(budget)),))
+        plan = AdapterPlan((settings.lora_of(budget.rank, settings.scale_of(budget)),))
+        return replace(plan, beside=plan)  # the slots that train, for one budget at a time
 
-    def further_plan(self, model: ModelInfo, budget: Budget, round_index: int) -> AdapterPlan:
-        """Returns the plan of the slots that train, for one budget at a time."""
-        return self.plan(model, budget)
-
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1."""
         tensors: dict[str, Tensor] = {}
-        for name, budget in {budget.name: budget for budget in budgets}.items():
+        for name, budget in {budget.name: budget for budget in roster.budgets}.items():
             tensors |= with_part(name, initial_adapter(model, self.plan(model, budget), rng))
         return Payload.of({ADAPTER: tensors})
 

@@ -7,7 +7,7 @@ against the second, and the cost model uses both.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -30,11 +30,16 @@ class AdapterPlan:
             and drawn in this order.
         active_experts: Active experts per token, k_i; None keeps the model's own.
         merges: Whether what is trained is added to the backbone's own weights, which then cannot be in 4 bit.
+        beside: The plan of further slots that a client holds while it trains (`Cohort.afresh`), so that memory suffices
+            for both; None for none.
+        beside_until: The last round in which it holds them; None for all rounds.
     """
 
     parts: tuple[AdapterPart, ...]
     active_experts: int | None = None
     merges: bool = False
+    beside: AdapterPlan | None = field(default=None, compare=False)
+    beside_until: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.active_experts is not None and self.active_experts < 1:
@@ -65,6 +70,10 @@ class AdapterPlan:
     def cohort_key(self) -> object:
         """The key that all plans of one cohort share."""
         return tuple(part.cohort_key for part in self.parts)
+
+    def beside_in(self, round_index: int) -> AdapterPlan | None:
+        """Returns the plan of the further slots of a round; None where it has none."""
+        return None if self.beside_until is not None and round_index > self.beside_until else self.beside
 
     def with_lora(self, **changes: Any) -> AdapterPlan:
         """Returns the plan with other values of its LoRA's fields: `plan.with_lora(rank=4)`."""

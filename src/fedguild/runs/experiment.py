@@ -75,7 +75,7 @@ from fedguild.server.checkpoint import Checkpoint
 from fedguild.server.divergence import require_learning
 from fedguild.server.engine import Engine
 from fedguild.server.merge_history import merges
-from fedguild.server.method import starting_rng
+from fedguild.server.method import Roster, starting_rng
 from fedguild.server.optimizer import own_state
 from fedguild.server.round import Again, Outcome, RoundSetup
 from fedguild.server.rounds import run_round
@@ -257,10 +257,8 @@ def _no_metric(prediction: str, reference: str) -> float:
 def _begin(experiment: Experiment) -> Payload:
     """Records the initial state of a run, scores it unless the config says not to, and returns it."""
     config = experiment.config
-    state = experiment.method.start(
-        experiment.backbone.info, experiment.budgets, starting_rng(experiment.method, config.seed)
-    )
-    state = experiment.method.enroll(state, experiment.backbone.info, experiment.clients)
+    roster = Roster(experiment.budgets, experiment.clients)
+    state = experiment.method.start(experiment.backbone.info, roster, starting_rng(experiment.method, config.seed))
     if error := first_refusal(experiment.method, config, state, experiment.backbone.info, experiment.clients):
         raise error
     _write_facts(experiment)

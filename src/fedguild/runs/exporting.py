@@ -45,7 +45,7 @@ from fedguild.model.pretrained import is_gguf, load_tokenizer
 from fedguild.runs.experiment import restore
 from fedguild.runs.scoring import evaluated_plan
 from fedguild.runs.setup import Experiment
-from fedguild.server.method import Deployment, client_model
+from fedguild.server.method import Deployment, client_model, excerpt_of
 from fedguild.server.optimizer import own_state
 
 AUDIENCES: dict[Form, str] = {
@@ -356,7 +356,7 @@ def _restored(run_folder: Path, subject: Subject | None, round: int | None) -> t
     experiment, state, number = restore(run_folder, round)
     subject, state = subject or _largest(experiment), own_state(state)
     if subject.client:
-        state = experiment.method.excerpt(state, _client(experiment, subject))
+        state = excerpt_of(experiment.method, state, experiment.backbone.info, _client(experiment, subject))
     return experiment, state, number, subject
 
 

@@ -37,7 +37,7 @@ from fedguild.model.slots import SlotModel
 from fedguild.runs.guarantee import require_public_scores
 from fedguild.runs.recording import DEVIATION, Where, evaluation_record, observation_records, own_mean, summary_record
 from fedguild.runs.setup import Experiment, OwnScope, Split
-from fedguild.server.method import Deployment, Method, client_model
+from fedguild.server.method import Deployment, Method, client_model, excerpt_of
 from fedguild.server.optimizer import own_state
 
 Found = TypeVar("Found")
@@ -442,7 +442,7 @@ def _scoring(experiment: Experiment) -> Scoring:
 
 
 def _excerpts(experiment: Experiment, state: Payload) -> Callable[[ClientInfo], Payload]:
-    return lambda client: experiment.method.excerpt(own_state(state), client)
+    return lambda client: excerpt_of(experiment.method, own_state(state), experiment.backbone.info, client)
 
 
 def _models(

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from fedguild.client.merge_ledger import MERGE
-from fedguild.config.renamed import state_name
+from fedguild.config.renamed import state_names
 from fedguild.core.errors import CheckpointError, FedGuildError
 from fedguild.core.files import replacing
 from fedguild.core.packing import Scalar, pack, unpack, views
@@ -193,7 +193,11 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         header |= {key: json.loads(str(scalars[key])) for key in ("state", "extra")}
         for prefix, digest in json.loads(str(scalars.get("history", "{}"))).items():
             tensors |= _mapped(path.parent / HISTORY / digest, prefix, verified=True)
-        tensors = {state_name(name): tensor for name, tensor in sorted(tensors.items())}
+        # HetLoRA of 0.3 had one tensor of all clients' ranks.
+        tensors |= {f"client/{client}/rank": rank for client, rank in enumerate(tensors.pop("ranks", ()))}
+        names = state_names((*sorted(tensors), *header["state"]))
+        tensors = {names[name]: tensor for name, tensor in sorted(tensors.items())}
+        header["state"] = {names[name]: value for name, value in header["state"].items()}
     except FedGuildError as error:
         raise CheckpointError(f"{path} is not a checkpoint: {error.message}.") from error
     except (KeyError, ValueError) as error:

@@ -42,7 +42,7 @@ from fedguild.client.merge_ledger import MERGE, merge_version, up_to
 from fedguild.client.training import load_received, train
 from fedguild.config.privacy import Unit
 from fedguild.core.errors import ConfigError
-from fedguild.core.payload import ADAPTER, Payload
+from fedguild.core.payload import ADAPTER, SERVER, Payload
 from fedguild.core.seeding import torch_rng
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes, initial_adapter, trainable_shapes
@@ -67,6 +67,34 @@ class Deployment:
     plan: AdapterPlan
     tensors: Mapping[str, Tensor]
     merged: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class ClientsUnknownError(LookupError):
+    """A start asks for the clients where only the budgets are known."""
+
+
+@dataclass(frozen=True)
+class Roster:
+    """Who takes part in a run.
+
+    Attributes:
+        budgets: All budgets in the config's order, those without a client too.
+        known: The clients by index; None where they are not known.
+    """
+
+    budgets: Sequence[Budget]
+    known: Sequence[ClientInfo] | None = None
+
+    @property
+    def clients(self) -> Sequence[ClientInfo]:
+        """The clients by index.
+
+        Raises:
+            ClientsUnknownError: they are not known.
+        """
+        if self.known is None:
+            raise ClientsUnknownError
+        return self.known
 
 
 @dataclass(frozen=True)
@@ -237,19 +265,15 @@ class Method(ABC):
             ConfigError: the budget or an option asks for something that the model does not have.
         """
 
-    def further_plan(self, model: ModelInfo, budget: Budget, round_index: int) -> AdapterPlan | None:
-        """Returns the plan of slots that a client holds beside its own in a round, so that memory suffices for both.
-
-        By default None: no training of the round has slots of its own (`Cohort.afresh`).
-        """
-        return None
-
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Returns the state before the first round; the part `adapter` holds the tensors sent and aggregated.
 
         By default the adapter of the first budget's plan.
+
+        Raises:
+            ConfigError: the method's options do not fit these budgets or clients.
         """
-        plans = [self.plan(model, budget) for budget in budgets]
+        plans = [self.plan(model, budget) for budget in roster.budgets]
         return Payload.of({ADAPTER: initial_adapter(model, plans[0], rng)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
@@ -300,20 +324,6 @@ class Method(ABC):
         """
         return Schema(entries(ADAPTER, trainable_shapes(model, self.plan(model, client.budget))))
 
-    def excerpt(self, state: Payload, client: ClientInfo) -> Payload:
-        """Returns the part of the state that a client may see, from which its own model is deployed.
-
-        By default all of it but `server/…`, which never leaves the server, and what `budget/NAME/…` and
-        `client/INDEX/…` hold for other budgets and clients.
-        """
-        theirs = {"budget": client.budget.name, "client": str(client.index)}
-
-        def is_hidden(name: str) -> bool:
-            part, _, rest = name.partition("/")
-            return part == "server" or (part in theirs and rest.partition("/")[0] != theirs[part])
-
-        return state.without(*filter(is_hidden, state.tensors))
-
     # The resulting models
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment | None:
@@ -322,7 +332,7 @@ class Method(ABC):
         By default the state's adapter under the budget's plan, or else the adapter that the client kept.
 
         Args:
-            state: The state after a round; for a client's own model, its excerpt.
+            state: The state after a round; for a client's own model, its excerpt (`excerpt_of`).
             model: The backbone's description.
             budget: The budget; of a client's own model, the client's.
             own: What the client has of its own; `GLOBAL` for the global model, which is None if `has_global_model` is
@@ -346,17 +356,30 @@ class Method(ABC):
         reason = self.facts.not_private
         return reason if isinstance(reason, str) else str(getattr(reason, unit))
 
-    def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
-        """Returns the state before the first round, given the state from `start` and the clients.
-
-        Raises:
-            ConfigError: the method's options do not fit these clients.
-        """
-        return state
-
     def observe(self, state: Payload, model: ModelInfo) -> Sequence[Observation]:
         """Returns figures of the round that led to this state; by default none."""
         return ()
+
+
+def excerpt_of(method: Method, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
+    """Returns the part of the state that a client may see, from which its own model is deployed.
+
+    It is all of it but what is reserved: a part `server/NAME` stays with the server, and of it the client sees what its
+    next download has as `NAME`; `budget/NAME/…` and `client/INDEX/…` go to those only.
+    """
+    theirs = {"budget": client.budget.name, "client": str(client.index)}
+
+    def is_hidden(name: str) -> bool:
+        part, _, rest = name.partition("/")
+        return part == SERVER or (part in theirs and rest.partition("/")[0] != theirs[part])
+
+    seen = state.without(*filter(is_hidden, (*state.tensors, *state.scalars)))
+    kept = {name.split("/")[1] for name in (*state.tensors, *state.scalars) if name.startswith(f"{SERVER}/")}
+    if not kept:
+        return seen
+    sent = method.download(state, model, client)
+    parts = {name: value for name, value in sent.tensors.items() if name.partition("/")[0] in kept}
+    return Payload({**seen.tensors, **parts}, seen.scalars)
 
 
 def client_model(
@@ -400,16 +423,27 @@ def takes_means(method: Method) -> bool:
     return type(method).aggregate is Method.aggregate
 
 
+def starts_from_clients(method: Method, model: ModelInfo, budgets: Sequence[Budget]) -> bool:
+    """Returns whether the state before the first round depends on the clients, and not on the budgets alone."""
+    try:
+        with ShapesOnly():
+            method.start(model, Roster(budgets), torch_rng(0, "form"))
+    except ClientsUnknownError:
+        return True
+    return False
+
+
 def always_sent(method: Method, model: ModelInfo, budgets: Sequence[Budget], client: ClientInfo) -> frozenset[str]:
     """Returns the names of the adapter's tensors that every download and excerpt of this client has.
 
     They are those of its first, on shapes alone; none where what a client is sent depends on all clients.
     """
-    if type(method).enroll is not Method.enroll:
+    try:
+        with ShapesOnly():
+            state = method.start(model, Roster(budgets), torch_rng(0, "form"))
+            sent = method.download(state, model, client)
+    except ClientsUnknownError:
         return frozenset()
-    with ShapesOnly():
-        state = method.start(model, budgets, torch_rng(0, "form"))
-        sent = method.download(state, model, client)
     return frozenset(name for name in sent.tensors if name.startswith(f"{ADAPTER}/"))
 
 
@@ -468,8 +502,7 @@ def _terms_of_zeros(method: Method, model: ModelInfo, budgets: Sequence[Budget],
     clients = [ClientInfo(index, budget, 1) for index, budget in enumerate(budgets)]
     terms = []
     with ShapesOnly():
-        state = method.start(model, [client.budget for client in clients], torch_rng(0, "form"))
-        state = method.enroll(state, model, clients)
+        state = method.start(model, Roster(budgets, clients), torch_rng(0, "form"))
         for client in clients:
             download = method.download(state, model, client)
             example = method.schema(model, client, download, round_index).example()

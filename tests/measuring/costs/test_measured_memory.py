@@ -21,6 +21,7 @@ from fedguild.model import kernels
 from fedguild.model.backbone import Backbone
 from fedguild.privacy.dp.dp_sgd import DpSgd
 from fedguild.privacy.dp.noise import Noise
+from fedguild.server.method import Roster
 from tests.backbones import random_rows, tiny_backbone
 from tests.measuring.costs.live_bytes import LiveBytes
 
@@ -62,7 +63,7 @@ def estimated_and_measured(
     """Returns the estimate for a cohort, without weights, and the peak of its training."""
     method = build_method(*named)
     clients = [ClientInfo(index, Budget("all", 4, 16), len(own)) for index, own in enumerate(lengths)]
-    state = method.start(backbone.info, [client.budget for client in clients], torch_rng(0, "start"))
+    state = method.start(backbone.info, Roster([client.budget for client in clients]), torch_rng(0, "start"))
     work = [
         LocalWork(
             client,
@@ -81,7 +82,7 @@ def estimated_and_measured(
         return largest_cohort(model, plan, tokens, count, free, **how)
 
     monkeypatch.setattr(cohorts, "largest_cohort", estimate)
-    trainer.cohort_size(plans, lengths, 2**40)
+    trainer.cohort_size(plans, lengths, 2**40, 1)
     with LiveBytes() as live:
         trainer.train(method, plans, work, 1)
     return asked[0], live.peak

@@ -59,7 +59,7 @@ def estimates(cases: Iterable[tuple[str, str, int, int]] = CASES) -> Iterator[di
         model, budget = describe_config(path), Budget("all", active, rank)
         plan = method.plan(model, budget)
         for (dtype, checkpointing, tokens), (form_name, form), round_index, slots in PLACES:
-            beside = method.further_plan(model, budget, round_index)
+            beside = plan.beside_in(round_index)
             own = {"dtype": DTYPES[dtype], "checkpointing": checkpointing, "beside": beside, "form": form}
             need = memory(model, plan, tokens, slots=slots, **own)
             free = int(0.6 * (FREE - need.weights_bytes))
@@ -116,8 +116,8 @@ def test_the_first_round_of_fed_sb_holds_its_gradients_beside_the_adapter():
     for start in ("dense", "sketch", "random"):
         method = build_method("fed-sb", {"start": start})
         plan = method.plan(model, budget)
-        assert method.further_plan(model, budget, 2) is None
-        first = memory(model, plan, 512, dtype=torch.bfloat16, beside=method.further_plan(model, budget, 1))
+        assert plan.beside_in(2) is None
+        first = memory(model, plan, 512, dtype=torch.bfloat16, beside=plan.beside_in(1))
         sizes[start] = first.cohort_bytes
     weights = 16 * (4 * 2048**2 + 64 * 3 * 2048 * 1024)
     assert sizes["dense"] > 16 * weights, "a change, its gradient and two sums of each weight, in fp32"

@@ -21,7 +21,7 @@ from fedguild.methods.fed_sb.basis import HOLDERS
 from fedguild.model.plan import adapter_shapes
 from fedguild.model.slots import SlotModel
 from fedguild.model.targets import targeted_shapes
-from fedguild.server.method import Upload
+from fedguild.server.method import Roster, Upload
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
 from tests.measuring.costs.test_flops import OLMOE
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
@@ -284,7 +284,7 @@ def test_the_gradients_are_sent_whole_where_they_are_small_enough(olmoe_backbone
     for limit, expected in ((size, "dense"), (size - 1, "sketch"), (0, "sketch")):
         method = fed_sb(dense_limit_bytes=limit)
         assert method.start_on(model) == expected
-        who, state = client(0, LARGE), method.start(model, [LARGE], torch_rng(0, "start"))
+        who, state = client(0, LARGE), method.start(model, Roster([LARGE]), torch_rng(0, "start"))
         expecting = method.schema(model, who, method.download(state, model, who))
         leaves = {name.rpartition(".")[2] for name in expecting.tensors}
         assert leaves == ({"delta"} if expected == "dense" else {"lora_A", "lora_B"})

@@ -21,7 +21,7 @@ from fedguild.model.backbone import Backbone
 from fedguild.model.moe.view import Routing
 from fedguild.model.plan import trainable_shapes
 from fedguild.model.slots import SlotModel
-from fedguild.server.method import Upload, client_model
+from fedguild.server.method import Roster, Upload, client_model
 from tests.backbones import PAD, random_rows, tiny_backbone
 from tests.methods.fedalign_moe.federation import EXPERTS, GATES, LAYERS, fedalign, federation_of, random_round
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client, random_tensors
@@ -313,7 +313,7 @@ def test_averaged_gates_are_everybodys(olmoe_backbone: Backbone, tmp_path: Path)
 )
 def test_options_that_do_not_fit(options: dict[str, object], told: str, olmoe_backbone: Backbone) -> None:
     with pytest.raises(ConfigError, match=told):
-        fedalign(**options).start(olmoe_backbone.info, [LARGE], torch.Generator())
+        fedalign(**options).start(olmoe_backbone.info, Roster([LARGE]), torch.Generator())
 
 
 def test_equal_weights_at_the_mean_leave_the_strength(olmoe_backbone: Backbone) -> None:

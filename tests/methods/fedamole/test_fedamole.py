@@ -22,7 +22,7 @@ from fedguild.methods.fedamole.pool import COMMON, EXPERT, EXPERTS, TOKEN, Pool,
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
 from fedguild.server.engine import Task
-from fedguild.server.method import Upload, client_model
+from fedguild.server.method import Upload, client_model, excerpt_of
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, SETTINGS, Federation, client
 from tests.oracles import fedamole as oracle
@@ -198,7 +198,7 @@ def test_a_client_gets_its_own_experts_and_no_other(variant: str, llama_backbone
 def test_the_vanilla_router_has_a_row_for_each_expert(llama_backbone: Backbone, tmp_path: Path) -> None:
     known = federation(llama_backbone, tmp_path, router="vanilla")
     state = known.start()
-    assert state.tensors[f"common/{QUERY}.router"].shape == (5, 16)
+    assert Pool.of(state).common[f"{QUERY}.router"].shape == (5, 16)
     assert not any(name.endswith("embedding") for name in Pool.of(state).experts)
     pool = Pool.of(known.method.aggregate(state, known.train(state)))
     assert pool.token[QUERY].shape == (4, 5)
@@ -251,10 +251,8 @@ def test_the_balance_loss_counts(llama_backbone: Backbone, tmp_path: Path) -> No
         known.examples[2] = known.examples[2][:1] * 10
         state = known.start()
         assert len(held(downloads(known, state)[2])[QUERY]) == 3
-        router = f"{COMMON}/{QUERY}.router"
-        moved[balance, accumulation] = (
-            known.train(state, settings=settings)[2].payload.tensors[router] - state.tensors[router]
-        )
+        sent = known.train(state, settings=settings)[2].payload.part(COMMON)
+        moved[balance, accumulation] = sent[f"{QUERY}.router"] - Pool.of(state).common[f"{QUERY}.router"]
     assert moved[0.0, 1].abs().max() == 0
     assert moved[0.1, 1].norm() > 1e-5
     torch.testing.assert_close(moved[0.2, 1], 2 * moved[0.1, 1], rtol=1e-3, atol=1e-7)
@@ -390,7 +388,7 @@ def test_a_clients_own_model_is_the_one_it_trained(llama_backbone: Backbone, tmp
     for sent, received in zip(uploads, downloads(known, after), strict=True):
         memory = known.memory.load(sent.client.name, 2)
         for payload, source in ((memory, sent.payload), (Payload(), received)):
-            excerpt = known.method.excerpt(after, sent.client)
+            excerpt = excerpt_of(known.method, after, known.model, sent.client)
             mine = client_model(known.method, excerpt, known.model, sent.client, payload)
             ids = dict(mine.plan.parts[0].held)
             assert ids == held(source)

@@ -16,14 +16,14 @@ from fedguild.core.payload import Payload
 from fedguild.core.seeding import numpy_rng, torch_rng
 from fedguild.data.batches import Encoded, collate
 from fedguild.methods.fedavg import FedAvg, FedAvgSettings
-from fedguild.methods.fedmoe import FedMoe, FedMoeSettings
+from fedguild.methods.fedmoe import POOL, FedMoe, FedMoeSettings
 from fedguild.methods.fedmoe.held_experts import HeldExperts
 from fedguild.methods.fedmoe.sub_moes import SubMoes
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
-from fedguild.server.method import Upload, client_model
+from fedguild.server.method import Roster, Upload, client_model, excerpt_of
 from fedguild.server.validation import check_upload
 from tests.backbones import PAD, random_adapter, random_rows, tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, MIDDLE, SETTINGS, SMALL, Federation, client
@@ -85,15 +85,15 @@ def test_two_clients_by_hand(olmoe_backbone: Backbone, tmp_path: Path) -> None:
                 float(sent.payload.part("experts")[name][own[expert]].flatten()[0]) if expert in own else None
                 for sent, own in zip(uploads, rows, strict=True)
             ]
-            old = float(state.part("experts")[name][expert].flatten()[0])
+            old = float(state.part(POOL)[name][expert].flatten()[0])
             expected = oracle.expert_mean(old, versions, [4, 5])
-            found = float(after.part("experts")[name][expert].flatten()[0])
+            found = float(after.part(POOL)[name][expert].flatten()[0])
             assert found == pytest.approx(expected, rel=1e-5, abs=1e-7)
             if expert > 5:
-                assert torch.equal(after.part("experts")[name][expert], state.part("experts")[name][expert])
+                assert torch.equal(after.part(POOL)[name][expert], state.part(POOL)[name][expert])
         copied = uploads[0].payload.part("experts")[name][0]
-        assert torch.equal(after.part("experts")[name][0], copied)
-        assert not torch.equal(copied, state.part("experts")[name][0])
+        assert torch.equal(after.part(POOL)[name][0], copied)
+        assert not torch.equal(copied, state.part(POOL)[name][0])
 
 
 def test_with_all_experts_and_the_plain_loss_it_is_fedavg(olmoe_backbone: Backbone, tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_late_upload_is_of_the_experts_that_were_held_then(olmoe_backbone: Bac
     assert held(state, 0) != held(first, 0)
     after = server.aggregate(state, iter([late]))
     for name, sent in late.payload.part("experts").items():
-        assert torch.equal(after.part("experts")[name], sent)
+        assert torch.equal(after.part(POOL)[name], sent)
     members = SubMoes.of(after)
     assert bool(members.known[0])
     assert not bool(members.scored[0])
@@ -245,7 +245,7 @@ def test_sets_follow_at_the_end_of_stage_one(olmoe_backbone: Backbone, tmp_path:
     for index, fits in ((0, 12), (1, 9), (2, 12)):
         sets, _ = oracle.fitted(p[index], [size] * 2, [4, 4], fits * size)
         assert held(state, index) == [sorted(own) for own in sets]
-    assert state.scalars == {"round": 2}
+    assert state.scalars == {"server/round": 2}
 
 
 def test_tasks_say_whose_p_counts(olmoe_backbone: Backbone, tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_a_clients_model_is_its_sub_moe_and_the_global_one_has_all(tmp_path: Pat
     batch = collate([[Encoded(tuple(random_rows([9], 1)[0]), 2)]], PAD)
     whole = server.deploy(state, model, LARGE)
     assert not any(isinstance(part, HeldExperts) for part in whole.plan.parts)
-    excerpt = server.excerpt(state, federation.clients[0])
+    excerpt = excerpt_of(server, state, model, federation.clients[0])
     own = client_model(server, excerpt, model, federation.clients[0], Payload({"x": torch.zeros(1)}))
     found: list[Tensor] = []
     for deployment in (own, replace(own, tensors=whole.tensors), whole):
@@ -310,7 +310,7 @@ def test_an_encoder_decoder_model_with_one_active_expert(tmp_path: Path) -> None
         state = server.aggregate(state, iter(uploads))
         assert all(bool(value.isfinite().all()) for value in state.tensors.values() if value.is_floating_point())
     assert [len(own) for own in held(state, 1)] == [1, 1]
-    excerpt = server.excerpt(state, federation.clients[1])
+    excerpt = excerpt_of(server, state, federation.model, federation.clients[1])
     own = client_model(server, excerpt, federation.model, federation.clients[1], Payload())
     with SlotModel(backbone, [own.plan]) as slots:
         slots.load(0, own.tensors)
@@ -331,7 +331,7 @@ def test_an_encoder_decoder_model_with_one_active_expert(tmp_path: Path) -> None
 )
 def test_options_that_do_not_fit_the_federation(options: dict, told: str, olmoe_backbone: Backbone) -> None:
     with pytest.raises(ConfigError, match=told):
-        method(**options).start(olmoe_backbone.info, [LARGE, SMALL], torch_rng(0, "start"))
+        method(**options).start(olmoe_backbone.info, Roster([LARGE, SMALL]), torch_rng(0, "start"))
 
 
 def test_as_many_tasks_as_clients(olmoe_backbone: Backbone, tmp_path: Path) -> None:

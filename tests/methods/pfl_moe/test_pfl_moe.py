@@ -15,7 +15,7 @@ from fedguild.methods.pfl_moe import PflMoe, PflMoeSettings
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT
 from fedguild.model.backbone import Backbone
 from fedguild.model.slots import SlotModel
-from fedguild.server.method import client_model
+from fedguild.server.method import Roster, client_model
 from tests.backbones import PAD, random_rows, tiny_backbone, tiny_model
 from tests.methods.federation import LARGE, SETTINGS, SMALL, Federation, client
 from tests.oracles import pfl_moe as oracle
@@ -163,7 +163,7 @@ def test_a_client_without_a_personal_model_has_the_global_one(olmoe_backbone: Ba
 def test_the_own_model_is_no_set_of_weights(olmoe_backbone: Backbone) -> None:
     """Which is what an export says."""
     server = method()
-    state = server.start(olmoe_backbone.info, [LARGE], torch.Generator().manual_seed(0))
+    state = server.start(olmoe_backbone.info, Roster([LARGE]), torch.Generator().manual_seed(0))
     state = Payload(state.tensors, {"rounds": 1})
     deployment = client_model(server, state, olmoe_backbone.info, client(0, LARGE), Payload())
     assert beyond_weights(deployment.plan) == ["LogitMixture"]

@@ -11,6 +11,7 @@ from fedguild.client.memory import ClientMemory
 from fedguild.config import tables
 from fedguild.core.payload import Payload
 from fedguild.methods import build_method
+from fedguild.server.method import excerpt_of
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 
@@ -98,5 +99,5 @@ def test_a_client_is_not_sent_the_figures_of_budgets(tmp_path: Path) -> None:
     state = after(found, 1)
     assert state.part("server/figures")
     for who in found.clients:
-        assert not found.method.excerpt(state, who).part("server")
+        assert not excerpt_of(found.method, state, found.model, who).part("server")
         assert not found.method.download(state, found.model, who).part("server")

@@ -20,7 +20,7 @@ from fedguild.methods.ub_smoe.names import PHI, PSEUDO_GRADIENT, UTILISATION
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.slots import SlotModel
-from fedguild.server.method import Upload, client_model
+from fedguild.server.method import Roster, Upload, client_model
 from fedguild.server.validation import check_upload
 from tests.backbones import random_rows
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client, upload
@@ -41,7 +41,7 @@ def experts_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def random_state(method: UbSmoe, model: ModelInfo, seed: int, round: int = 3) -> Payload:
     """A state from the middle of a run: everything moves, one expert's G~ is zero."""
-    start = method.start(model, [LARGE, MIDDLE, SMALL], torch_rng(seed, "start"))
+    start = method.start(model, Roster([LARGE, MIDDLE, SMALL], [client(0, LARGE)]), torch_rng(seed, "start"))
     rng = torch_rng(seed, "state")
     sizes = {ADAPTER: 0.2, PHI: 0.5, PSEUDO_GRADIENT: 0.5}
     tensors = {

@@ -19,7 +19,7 @@ from fedguild.data.rendering import encode_prompt
 from fedguild.model.slots import SlotModel
 from fedguild.runs import experiment
 from fedguild.runs.scoring import evaluated_plan
-from fedguild.server.method import Deployment, client_model
+from fedguild.server.method import Deployment, client_model, excerpt_of
 
 pytestmark = pytest.mark.usefixtures("loaded_alone")
 PROMPT = "3 + 4 ="
@@ -37,7 +37,7 @@ def ours(folder: Path, budget: str = "", client: int | None = None) -> tuple[lis
     else:
         member = restored.clients[client]
         tier, memory = member.budget, restored.memory.load(member.name, number + 1)
-        deployment = client_model(method, method.excerpt(state, member), info, member, memory or Payload())
+        deployment = client_model(method, excerpt_of(method, state, info, member), info, member, memory or Payload())
     assert deployment is not None
     tokenizer = restored.backbone.tokenizer
     with SlotModel(restored.backbone, [evaluated_plan(restored, tier, deployment)]) as slots:

@@ -20,7 +20,7 @@ from fedguild.core.payload import Payload
 from fedguild.core.seeding import torch_rng
 from fedguild.model.info import ModelInfo
 from fedguild.model.shapes_only import LIMIT, ShapesOnly
-from fedguild.server.method import Method
+from fedguild.server.method import Method, Roster
 from fedguild.server.schema import without_values
 from fedguild.server.terms import Upload
 
@@ -92,8 +92,8 @@ def exchanges(
     asked, period = clients[:participants], method.facts.costs.period
     rounds = rounds or method.facts.costs.rounds + period - 1
     with ShapesOnly(limit):
-        state = method.start(model, list(budgets) or list(_last_of_budgets(clients)), torch_rng(seed, "start"))
-        states = [method.enroll(state, model, clients)]
+        roster = Roster(list(budgets) or list(_last_of_budgets(clients)), clients)
+        states = [method.start(model, roster, torch_rng(seed, "start"))]
         for number in range(1, rounds):
             states.append(_after(method, states[-1], model, asked, number))
         per_round = [

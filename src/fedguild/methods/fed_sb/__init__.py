@@ -38,8 +38,9 @@ Readings and deviations (docs/methods/fed-sb.md):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -63,7 +64,7 @@ from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
 from fedguild.model.targets import targeted_shapes
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Own, Roster, ServerCosts
 from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import MethodSettings, Targets, Weights
 from fedguild.server.terms import Upload, weight_of
@@ -127,20 +128,19 @@ class FedSB(Method):
         return "sends gradients in the first round (with method.start=random it does not)"
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
-        """Returns B R A of which R trains, with the budget's active experts."""
+        """Returns B R A of which R trains, with the budget's active experts.
+
+        Beside it is the plan whose gradients the first round sends, whole or as sketches.
+        """
         lora = Lora(self.settings.rank, 1.0, self.settings.targets, middle=True, frozen=(DOWN, UP))
         require_narrower(model, lora)
-        return AdapterPlan((lora,), active_experts_of(model, budget))
+        plan, kind = AdapterPlan((lora,), active_experts_of(model, budget)), self.start_on(model)
+        if kind == "random":
+            return plan
+        watched = full_weight_plan(plan) if kind == "dense" else sketch_plan(plan, self.sketch_rank)
+        return replace(plan, beside=watched, beside_until=1)
 
-    def further_plan(self, model: ModelInfo, budget: Budget, round_index: int) -> AdapterPlan | None:
-        """Returns the plan whose gradients the first round sends, whole or as sketches."""
-        kind = self.start_on(model)
-        if round_index > 1 or kind == "random":
-            return None
-        plan = self.plan(model, budget)
-        return full_weight_plan(plan) if kind == "dense" else sketch_plan(plan, self.sketch_rank)
-
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Returns a state without A and B, or with random ones if they are not derived from a gradient."""
         seed = new_seed(rng)
         if self.start_on(model) != "random":

@@ -41,7 +41,7 @@ Readings and deviations (docs/methods/fedalign-moe.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Literal
 
 import torch
@@ -67,7 +67,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, Roster, ServerCosts
 from fedguild.server.schema import Bound, Schema, entries
 from fedguild.server.settings import Alpha, MethodSettings, Rank, StartNorm
 from fedguild.server.terms import Upload
@@ -163,9 +163,9 @@ class FedAlignMoe(Method):
         parts += [FullExperts()] if settings.experts == "full" else []
         return AdapterPlan(tuple(parts), active_experts_of(model, budget))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1."""
-        parts = by_part(model, initial_adapter(model, self.plan(model, budgets[0]), rng))
+        parts = by_part(model, initial_adapter(model, self.plan(model, roster.budgets[0]), rng))
         if self.settings.gate == "private":
             del parts[GATE]
         return Payload.of(parts)

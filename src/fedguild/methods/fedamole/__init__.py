@@ -72,7 +72,7 @@ from fedguild.methods.fedamole.pool import (
 )
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan
-from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, Roster, ServerCosts
 from fedguild.server.schema import Entry, Schema, entries
 from fedguild.server.settings import Alpha, MethodSettings
 from fedguild.server.terms import Means, Terms, Upload, mean
@@ -187,20 +187,17 @@ class FedAMoLE(Method):
         """Returns a mixture with room for b experts on every target, whatever the budget."""
         return AdapterPlan((self.settings.mixture(),))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Line 1 without the assignment, which `enroll` makes."""
-        mixture = self.settings.mixture()
-        pooled = replace(mixture, capacity=self.settings.experts)
-        tensors = {name: mixture.initial(name, shape, rng) for name, shape in pooled.shapes(model).items()}
-        return Pool.new(tensors, self.settings.rank if self.invariant else None, new_seed(rng)).state()
-
-    def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
-        """Line 1's assignment.
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
+        """Line 1.
 
         Raises:
             ConfigError: E, k^e, k^c and b allow no assignment for this number of clients.
         """
-        pool = Pool.of(state).enrolled(len(clients), self.token_width)
+        mixture = self.settings.mixture()
+        pooled = replace(mixture, capacity=self.settings.experts)
+        tensors = {name: mixture.initial(name, shape, rng) for name, shape in pooled.shapes(model).items()}
+        pool = Pool.new(tensors, self.settings.rank if self.invariant else None, new_seed(rng))
+        pool = pool.enrolled(len(roster.clients), self.token_width)
         assigned = self.assigned(pool, self.random_scores(pool))
         return replace(pool, assigned=assigned, before=assigned).state()
 
@@ -292,10 +289,6 @@ class FedAMoLE(Method):
         if self.invariant:
             sent |= entries(EXPERT, {module: (len(ids), self.settings.rank) for module, ids in held.items()})
         return Schema(sent)
-
-    def excerpt(self, state: Payload, client: ClientInfo) -> Payload:
-        """Returns what the client would receive next: its own experts, and nothing about the assignment of others."""
-        return Pool.of(state).sent_to(client.index)
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment | None:
         """Returns the client's model after its own training, or the one that it would receive next; none for all."""

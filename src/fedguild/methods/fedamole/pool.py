@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fedguild.core.payload import Payload, with_part
+from fedguild.core.payload import SERVER, Payload, with_part
 
 COMMON = "common"
 """The payload part with the shared experts and W^t, which every client gets."""
@@ -80,17 +80,17 @@ class Pool:
 
     @classmethod
     def of(cls, state: Payload) -> Pool:
-        """Reads a state."""
+        """Reads a state, all of which stays with the server."""
         return cls(
-            common=state.part(COMMON),
-            experts=state.part(EXPERTS),
-            token=state.part(TOKEN),
-            assigned=state.part("assigned"),
-            before=state.part("before"),
-            known=state.tensors["known"],
-            seed=int(state.scalars["seed"]),
-            round=int(state.scalars["round"]),
-            drift=state.part("drift"),
+            common=state.part(f"{SERVER}/{COMMON}"),
+            experts=state.part(f"{SERVER}/{EXPERTS}"),
+            token=state.part(f"{SERVER}/{TOKEN}"),
+            assigned=state.part(f"{SERVER}/assigned"),
+            before=state.part(f"{SERVER}/before"),
+            known=state.tensors[f"{SERVER}/known"],
+            seed=int(state.scalars[f"{SERVER}/seed"]),
+            round=int(state.scalars[f"{SERVER}/round"]),
+            drift=state.part(f"{SERVER}/drift"),
         )
 
     def state(self) -> Payload:
@@ -98,7 +98,7 @@ class Pool:
         parts = {COMMON: self.common, EXPERTS: self.experts, TOKEN: self.token}
         parts |= {"assigned": self.assigned, "before": self.before, "drift": self.drift}
         tensors = {**Payload.of(parts).tensors, "known": self.known}
-        return Payload(tensors, {"seed": self.seed, "round": self.round})
+        return Payload(with_part(SERVER, tensors), {f"{SERVER}/seed": self.seed, f"{SERVER}/round": self.round})
 
     @property
     def modules(self) -> list[str]:

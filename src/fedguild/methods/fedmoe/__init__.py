@@ -54,7 +54,7 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.load_balancing import LoadBalancing
 from fedguild.client.observing import observing
-from fedguild.core.payload import ADAPTER, Payload, with_part
+from fedguild.core.payload import ADAPTER, SERVER, Payload, with_part
 from fedguild.core.seeding import new_seed
 from fedguild.methods.fedmoe.adjusting import adjusted_sets, recommendation, similarities, top_peers
 from fedguild.methods.fedmoe.fitting import fitted_sets
@@ -68,13 +68,15 @@ from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
-from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, Roster, ServerCosts
 from fedguild.server.schema import Bound, Entry, Schema, entries
 from fedguild.server.settings import LoraSettings, Rank
 from fedguild.server.terms import Means, Term, Terms, Upload, mean
 
 EXPERTS = "experts"
 """The part with tensors that have a row per expert, such as the routers' rows (rows.py), for the held experts."""
+POOL = f"{SERVER}/{EXPERTS}"
+"""The part of the state with these tensors for all experts."""
 HELD = "held"
 """The part of a download with the held experts: path of each layer's experts -> [n] ids, ascending."""
 ACTIVATION = "activation"
@@ -132,26 +134,19 @@ class FedMoe(Method):
         require_targets(self.settings.targets)
         return AdapterPlan((self._lora, FullRouter(), HeldExperts()))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
-        """Line 1.
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
+        """Line 1; every client's set of stage 1 is all experts, or random ones if these do not fit.
 
         Raises:
-            ConfigError: `memory` names an unknown budget, or a budget's memory does not hold the active experts.
+            ConfigError: `memory` names an unknown budget, a budget's memory does not hold the active experts, or there
+                are more or fewer tasks than clients.
         """
         settings = self.settings
-        require_budgets(settings.memory, budgets)
-        dense, experts = by_part(model, initial_adapter(model, self.plan(model, budgets[0]), rng))
-        for budget in budgets:
+        require_budgets(settings.memory, roster.budgets)
+        dense, experts = by_part(model, initial_adapter(model, self.plan(model, roster.budgets[0]), rng))
+        for budget in roster.budgets:
             limits_of(model, budget, settings.memory, settings.memory_share)
-        return Payload.of({ADAPTER: dense, EXPERTS: experts}, {"seed": new_seed(rng)})
-
-    def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
-        """Assigns every client its set of stage 1: all experts, or random ones if these do not fit.
-
-        Raises:
-            ConfigError: there are more or fewer tasks than clients.
-        """
-        settings = self.settings
+        clients = roster.clients
         tasks = task_numbers(settings.tasks, len(clients))
         sub_moes = SubMoes.enrolled(
             {layer.experts: layer.num_experts for layer in model.moe},
@@ -159,18 +154,15 @@ class FedMoe(Method):
             poor=[settings.memory.get(client.budget.name, 1.0) < 1 for client in clients],
             tasks=tasks,
             examples=[client.examples for client in clients],
-            seed=int(state.scalars["seed"]),
+            seed=new_seed(rng),
         )
-        return Payload({**state.tensors, **sub_moes.tensors()}, {"round": 0})
+        parts = Payload.of({ADAPTER: dense, POOL: experts})
+        return Payload({**parts.tensors, **sub_moes.tensors()}, {f"{SERVER}/round": 0})
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
-        """Line 6."""
-        return self.excerpt(state, client)
-
-    def excerpt(self, state: Payload, client: ClientInfo) -> Payload:
-        """Returns what the client receives: its sub-MoE, and nothing of its peers' sets, data or scores."""
+        """Line 6: the client's sub-MoE, and nothing of its peers' sets, data or scores."""
         held = SubMoes.of(state).ids(client.index)
-        rows = held_rows(state.part(EXPERTS), held)
+        rows = held_rows(state.part(POOL), held)
         return Payload.of({ADAPTER: state.part(ADAPTER), EXPERTS: rows, HELD: held})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
@@ -208,7 +200,7 @@ class FedMoe(Method):
 
     def update(self, state: Payload, means: Means) -> Payload:
         """Line 8, then lines 3 and 4 after the last round of stage 1, or lines 9 and 10 in stage 2."""
-        round, sub_moes = int(state.scalars["round"]) + 1, SubMoes.of(state)
+        round, sub_moes = int(state.scalars[f"{SERVER}/round"]) + 1, SubMoes.of(state)
         for contributor in means.contributors:
             sent = contributor.disclosed
             loss, accuracy = float(sent.tensors[LOSS]), float(sent.tensors[ACCURACY])
@@ -219,8 +211,9 @@ class FedMoe(Method):
         elif round > self.settings.stage_one_rounds:
             validated = [each.client.index for each in means.contributors if each.round == round]
             adjust(sub_moes, sorted(validated), self.settings)
-        trained = {part: means.moved(part, state.part(part)) for part in (ADAPTER, EXPERTS)}
-        return Payload({**Payload.of(trained).tensors, **sub_moes.tensors()}, {"round": round})
+        dense, experts = means.moved(ADAPTER, state.part(ADAPTER)), means.moved(EXPERTS, state.part(POOL))
+        trained = Payload.of({ADAPTER: dense, POOL: experts})
+        return Payload({**trained.tensors, **sub_moes.tensors()}, {f"{SERVER}/round": round})
 
     def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
         """Returns the names and shapes of the dense parts, the held experts, p and the validation's figures."""
@@ -242,7 +235,7 @@ class FedMoe(Method):
         """Returns the global model with all experts, which a client may not be able to hold."""
         if own is GLOBAL:
             plan = AdapterPlan((self._lora, FullRouter()))
-            return Deployment(plan, together(model, state.part(ADAPTER), state.part(EXPERTS)))
+            return Deployment(plan, together(model, state.part(ADAPTER), state.part(POOL)))
         if not own.trained.tensors:
             return Deployment(self._sub_moe(model, state.part(HELD)), _received(model, state))
         held = with_part(HELD, own.trained.part(HELD))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 from torch import Tensor
 
-from fedguild.core.payload import Payload, with_part
+from fedguild.core.payload import SERVER, Payload, with_part
 from fedguild.core.seeding import torch_rng
 from fedguild.methods.fedmoe.fitting import Limits, fitted_sets
 
@@ -109,10 +109,10 @@ class SubMoes:
     def of(cls, state: Payload) -> SubMoes:
         """Reads them from a state; later changes do not affect the state."""
         by_layer = {
-            part: {name: value.clone() for name, value in state.part(f"clients/{part}").items()}
+            part: {name: value.clone() for name, value in state.part(f"{SERVER}/{part}").items()}
             for part in ("held", "before", "previous", "activation")
         }
-        by_client = {name: value.clone() for name, value in state.part("client").items()}
+        by_client = {name: value.clone() for name, value in state.part(f"{SERVER}/clients").items()}
         return cls(**by_layer, **by_client)  # type: ignore[arg-type]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -121,9 +121,9 @@ class SubMoes:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, dict):
-                named |= with_part(f"clients/{field.name}", value)
+                named |= with_part(f"{SERVER}/{field.name}", value)
             else:
-                named[f"client/{field.name}"] = value
+                named[f"{SERVER}/clients/{field.name}"] = value
         return named
 
     @property

@@ -30,8 +30,6 @@ Readings and deviations (docs/methods/flex.md):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
@@ -46,7 +44,7 @@ from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.limits import active_experts_of
-from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, NotPrivate, Own
+from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, NotPrivate, Own, Roster
 from fedguild.server.schema import Schema, entries
 from fedguild.server.settings import LoraSettings, Rank, Targets, Weights
 from fedguild.server.terms import Terms, Upload, mean
@@ -101,9 +99,9 @@ class Flex(Method):
         shared = settings.lora
         return AdapterPlan((shared, graft), active_experts_of(model, budget))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1."""
-        return Payload.of({ADAPTER: initial_adapter(model, self._shared(model, budgets[0]), rng)})
+        return Payload.of({ADAPTER: initial_adapter(model, self._shared(model, roster.budgets[0]), rng)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 2 and 4 to 6."""

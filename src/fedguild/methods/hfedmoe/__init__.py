@@ -34,7 +34,7 @@ Readings and deviations (docs/methods/hfedmoe.md):
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -52,7 +52,7 @@ from fedguild.methods.hfedmoe.importance import Importance
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import Facts, Method, ServerCosts
+from fedguild.server.method import Facts, Method, Roster, ServerCosts
 from fedguild.server.schema import Bound, Schema, entries
 from fedguild.server.settings import LoraSettings, Rank, Targets
 from fedguild.server.terms import Terms, Upload, mean_by_expert
@@ -114,18 +114,18 @@ class HFedMoe(Method):
         lora = settings.lora
         return AdapterPlan((lora,), within if settings.active_experts == "budget" else None)
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1.
 
         Raises:
             ConfigError: `experts` names an unknown budget.
         """
-        names = {budget.name for budget in budgets}
+        names = {budget.name for budget in roster.budgets}
         if unknown := sorted(set(self.settings.experts) - names):
             raise ConfigError(
                 f"method.experts: no budget is called {', '.join(unknown)}.", f"Known: {', '.join(sorted(names))}."
             )
-        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, budgets[0]), rng)})
+        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, roster.budgets[0]), rng)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 to 8."""

@@ -32,7 +32,6 @@ Readings and deviations (docs/methods/pfl-moe.md):
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -48,7 +47,7 @@ from fedguild.methods.pfl_moe.logit_mixture import BIAS, SECOND, WEIGHT, LogitMi
 from fedguild.methods.pfl_moe.second_training import add_cost, second_training
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, Roster, ServerCosts
 from fedguild.server.settings import DropoutLoraSettings, Rank, Targets
 from fedguild.server.terms import Means, Terms, Upload, mean
 
@@ -100,9 +99,9 @@ class PflMoe(Method):
         """Returns one LoRA, the same for every budget: in training the two adapters take turns in it."""
         return AdapterPlan((self.settings.lora,))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1."""
-        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, budgets[0]), rng)}, {"rounds": 0})
+        return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, roster.budgets[0]), rng)}, {"rounds": 0})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Line 3, then lines 5 to 7."""

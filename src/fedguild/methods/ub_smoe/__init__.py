@@ -52,7 +52,7 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
 from fedguild.client.schedule import learning_rate
 from fedguild.client.training import activation_frequency
-from fedguild.core.payload import ADAPTER, Payload, with_part
+from fedguild.core.payload import ADAPTER, SERVER, Payload, with_part
 from fedguild.methods.ub_smoe.cosine import cosine_shapes, cosine_terms, mean_cosines, measured_cosines
 from fedguild.methods.ub_smoe.delivery import can_derive, holders_after, keep_received, no_holders, received_gradient
 from fedguild.methods.ub_smoe.modulated_routing import Gating, ModulatedRouting, Modulation, split
@@ -65,7 +65,6 @@ from fedguild.methods.ub_smoe.names import (
     PHI,
     PSEUDO_GRADIENT,
     RATIO,
-    SERVER,
     STEP_SIZE,
     TRAINING,
     UTILISATION,
@@ -87,7 +86,7 @@ from fedguild.methods.ub_smoe.pseudo_gradient import (
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.limits import require_within_top_k
-from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, ServerCosts
+from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, Roster, ServerCosts
 from fedguild.server.schema import Bound, Entry, Schema, entries
 from fedguild.server.settings import Alpha, LoraSettings
 from fedguild.server.terms import Means, Term, Terms, Upload, mean, mean_of_budget
@@ -193,9 +192,9 @@ class UbSmoe(Method):
         routing = ModulatedRouting(settings.modulation, settings.candidates, settings.gating, settings.phi == "learned")
         return AdapterPlan((lora, routing), require_within_top_k(model, budget))
 
-    def start(self, model: ModelInfo, budgets: Sequence[Budget], rng: torch.Generator) -> Payload:
+    def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1."""
-        plans = [self.plan(model, budget) for budget in budgets]
+        plans = [self.plan(model, budget) for budget in roster.budgets]
         theta, phi = split(initial_adapter(model, plans[0], rng))
         zeros = {name: torch.zeros_like(value) for name, value in experts_of(theta).items()}
         return Payload.of(
@@ -207,14 +206,8 @@ class UbSmoe(Method):
                 COSINE: {name: torch.zeros(shape) for name, shape in self.cosine_shapes(model).items()},
                 SERVER: no_holders(),
             },
-            {VERSION: 0, STEP_SIZE: 0.0, MEAN_ACTIVE: 0.0},
+            {VERSION: 0, STEP_SIZE: 0.0, MEAN_ACTIVE: mean_active_experts(roster.clients)},
         )
-
-    def enroll(self, state: Payload, model: ModelInfo, clients: Sequence[ClientInfo]) -> Payload:
-        """K-bar, by the clients' examples (Algorithm 1, line 5)."""
-        examples = sum(client.examples for client in clients)
-        active = sum(client.examples * client.budget.active_experts for client in clients)
-        return Payload(state.tensors, {**state.scalars, MEAN_ACTIVE: active / examples})
 
     def download(self, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
         """Line 3: Theta, phi and, for clients that cannot derive it, G~."""
@@ -367,6 +360,12 @@ class UbSmoe(Method):
     def cosine_shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the measurements of G~; empty unless enabled."""
         return cosine_shapes(model) if self.settings.measure_cosine else {}
+
+
+def mean_active_experts(clients: Sequence[ClientInfo]) -> float:
+    """Returns K-bar, the mean number of active experts, each client weighed by its examples (Algorithm 1, line 5)."""
+    examples = sum(client.examples for client in clients)
+    return sum(client.examples * client.budget.active_experts for client in clients) / examples
 
 
 def summed_rates(cohort: Cohort, slot: int) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import Cohort, LocalWork
-from fedguild.core.payload import ADAPTER, Payload, with_part
-from fedguild.methods.ub_smoe.names import HOLDERS, LOST, PSEUDO_GRADIENT, SERVER, STEP_SIZE, VERSION, WITHOUT
+from fedguild.core.payload import ADAPTER, SERVER, Payload, with_part
+from fedguild.methods.ub_smoe.names import HOLDERS, LOST, PSEUDO_GRADIENT, STEP_SIZE, VERSION, WITHOUT
 from fedguild.methods.ub_smoe.pseudo_gradient import experts_of, pseudo_gradient
 from fedguild.server.terms import Means
 

@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from fedguild.core.payload import Payload
+from fedguild.core.payload import SERVER, Payload
 from fedguild.methods.ub_smoe.names import (
     COSINE,
     FIGURES,
@@ -20,7 +20,6 @@ from fedguild.methods.ub_smoe.names import (
     PHI,
     PSEUDO_GRADIENT,
     RATIO,
-    SERVER,
     UTILISATION,
 )
 from fedguild.model.info import ModelInfo

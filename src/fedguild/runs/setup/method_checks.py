@@ -22,7 +22,15 @@ from fedguild.runs.byte_budget import first_refusal
 from fedguild.runs.guarantee import check_central, check_privacy
 from fedguild.runs.setup.checks import require_room, require_split
 from fedguild.runs.setup.fitting import budgets_of, fitted, method_of, require_preferences
-from fedguild.server.method import Method, require_linear, secure_form, starting_rng, takes_means
+from fedguild.server.method import (
+    ClientsUnknownError,
+    Method,
+    Roster,
+    require_linear,
+    secure_form,
+    starting_rng,
+    takes_means,
+)
 from fedguild.server.optimizer import takes_steps
 
 
@@ -189,17 +197,20 @@ def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets
     It begins on shapes alone, with one example for each client. Faults that depend on values or examples are found when
     the run begins. So is a limit on bytes below the first round's, if these depend on values.
     """
-    state = _first_state(method, model, list(budgets.values()), config.seed)
-    if state is None:
-        return
     clients = [
         ClientInfo(index, budgets[tier.name], 1) for index, tier in enumerate(config.federation.budget_per_client())
     ]
-    shapes = ShapesOnly()
+    tiers, shapes, state = list(budgets.values()), ShapesOnly(), None
+    try:
+        if (state := _first_state(method, model, tiers, config.seed)) is None:
+            return
+    except ClientsUnknownError:
+        pass
     try:
         with shapes:
-            enrolled = method.enroll(state, model, clients)
-            error = first_refusal(method, config, enrolled, model, clients)
+            if state is None:
+                state = method.start(model, Roster(tiers, clients), starting_rng(method, config.seed))
+            error = first_refusal(method, config, state, model, clients)
     except FedGuildError:
         raise
     except (ArithmeticError, RuntimeError, ValueError):
@@ -213,13 +224,14 @@ def _first_state(method: Method, model: ModelInfo, budgets: Sequence[Budget], se
 
     Raises:
         FedGuildError: the method refuses the budgets.
+        ClientsUnknownError: it depends on the clients.
         ConfigError: it fails, and no value is missing; the method's own error is the cause.
     """
     shapes = ShapesOnly()
     try:
         with shapes:
-            return method.start(model, budgets, starting_rng(method, seed))
-    except FedGuildError:
+            return method.start(model, Roster(budgets), starting_rng(method, seed))
+    except (FedGuildError, ClientsUnknownError):
         raise
     except Exception as error:
         if shapes.made_up or re.search(r"\bmeta\b", str(error), re.IGNORECASE):  # as torch calls it
