@@ -232,7 +232,9 @@ def score_of(cell: Cell, rounds: int) -> dict[str, float]:
     config, model, federation.longest = experiment.config, experiment.backbone.info, 0.0
     filters = filters_of(cell.aggregator, federation.folder)
     setup = RoundSetup(experiment.method, model, Attacked(federation, cell), config.federation, config.seed, filters)
-    state = experiment.method.start(model, Roster(experiment.budgets, experiment.clients), starting_rng(experiment.method, config.seed))
+    state = experiment.method.start(
+        model, Roster(experiment.budgets, experiment.clients), starting_rng(experiment.method, config.seed)
+    )
     left_out = 0
     for number in range(1, rounds + 1):
         outcome = run_round(number, state, experiment.clients, setup)

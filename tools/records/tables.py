@@ -590,7 +590,11 @@ class Listing:
         """Returns the seconds of a round by the records of the table, or of one with the same settings, and which."""
         alike = [one for one in self._every if one.name != plan.name and one.pace_settings == plan.pace_settings]
         for one in (plan, *alike):
-            timed = [record for record in self._records if record.table == one.name and record.seconds is not None and record.device == CPU]
+            timed = [
+                record
+                for record in self._records
+                if record.table == one.name and record.seconds is not None and record.device == CPU
+            ]
             if timed:
                 return one.name, math.fsum(record.seconds or 0.0 for record in timed) / sum(one.round for one in timed)
         return "", None
