@@ -10,6 +10,7 @@ With --device cpu --dtype float32 --small it rehearses.
 (d) large: the step of (b) on Qwen3-30B-A3B's layout with 12 of its layers.
 (e) decode: tokens a second of generation on four budgets.
 (f) testbeds: tokens a second of 8 clients on the English model, SmolLM2 and its mixture, where they are there.
+(g) methods: two short rounds of every method in fp32, compared with a CPU's.
 
 Figures are in `results.json` of the output folder, in the form of `gpu.py`, whose cases these are. After `--seconds`
 nothing further begins. A second call measures what is missing.
@@ -27,6 +28,7 @@ from typing import Any
 
 import torch
 from gpu import LAYOUTS, OURS, PEFT, TYPICAL_CLIENTS, TYPICAL_TOKENS, UNEQUAL, Bench, Case, Training, typical
+from gpu_methods import compare_all
 from gpu_parity import rows, say
 from timing import add_device, machine, wait
 
@@ -34,6 +36,7 @@ from fedguild.client.optimizer import SlotOptimizer
 from fedguild.config.training import TrainingSettings
 from fedguild.core.errors import ModelError
 from fedguild.data.batches import collate
+from fedguild.methods import METHODS
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.backbone import load_backbone
 from fedguild.model.plan import AdapterPlan
@@ -147,12 +150,23 @@ def testbeds(bench: Bench) -> None:
         say(f"{path}: {1e3 * seconds:.1f} ms, {found[path]['tokens_per_second']:.0f} tokens/s")
 
 
+def methods(bench: Bench) -> None:
+    """(g)."""
+    found = bench.results.setdefault("methods", {})
+    names = [name for name in METHODS if name not in found][: 2 if bench.small else None]
+    for name, differences in compare_all(names, bench.device):
+        found[name] = differences
+        bench.save()
+        say(f"{name}: {differences}")
+
+
 PARTS: Mapping[str, Callable[[Bench], None]] = {
     "step": step,
     "peft": peft,
     "large": large,
     "decode": decode,
     "testbeds": testbeds,
+    "methods": methods,
 }
 
 

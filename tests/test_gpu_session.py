@@ -42,11 +42,12 @@ def test_every_part_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "12 layers |",
         "decode 8",
     )
-    places = [said.index(part) for part in (*parts, "embedded: ", "models/nowhere: ")]
+    places = [said.index(part) for part in (*parts, "embedded: ", "models/nowhere: ", "a3smoe: ", "fdlora: ")]
     assert places == sorted(places)
     results = json.loads((tmp_path / "results.json").read_text())
     assert "failed" not in results
     assert results["peft_over_ours"] > 0
+    assert list(results["methods"].values()) == [{"loss": 0.0, "score": 0.0}] * 2
     assert {entry["outcome"] for entry in results["cases"].values()} == {"ok"}
     assert results["part_seconds"].keys() == session.PARTS.keys()
     session.main(["--device", "cpu", "--dtype", "float32", "--small", "--output", str(tmp_path), "--seconds", "0"])
