@@ -47,8 +47,8 @@ class CellRecord(BaseModel):
         scores: Budget, `mean`, `trained`, `received`, `pooled` or `mtal` -> score after the round, from 0 to 1.
         perplexity: Budget -> perplexity, where it was recorded and is finite; `trained`, `received`, `pooled` or
             `mtal` -> its mean over the clients with examples, where that is.
-        nats: `trained`, `received`, `pooled` or `mtal` -> loss in nats per token, the mean over the clients with examples;
-            older records have none.
+        nats: `trained`, `received`, `pooled` or `mtal` -> nats per token, the mean over clients with examples; older
+            records have none.
         observations: Figure that the method or the diagnosis reported, `figure / column` where it has columns ->
             round -> mean over its rows, in up to six of the rounds that have it; of a figure with rows
             alone, their mean and `figure / row`.
