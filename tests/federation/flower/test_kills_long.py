@@ -85,6 +85,8 @@ class Operators:
     done: bool = False
     kills: list[Kill] = field(default_factory=list)
     began: dict[Command, float] = field(default_factory=dict)
+    met: dict[Command, Command | None] = field(default_factory=dict)
+    """The server that a command met when it began, which a kill may have been ending."""
     _starts: int = 0
 
     def server_is_ready(self) -> bool:
@@ -165,7 +167,7 @@ class Operators:
         log = self.federation.folder / "out" / f"{self._starts:04d}-{name}.out"
         log.parent.mkdir(exist_ok=True)
         command = Command(["federation", word, str(folder)], log)
-        self.began[command] = time.monotonic()
+        self.began[command], self.met[command] = time.monotonic(), self.federation.server
         return command
 
     def _owner(self, kind: str, client: int) -> Command | None:
@@ -192,7 +194,11 @@ class Operators:
             kill.kind
             for kill in self.kills
             if kill.kind in kinds
-            and (kill.owner is command or (any_owner and kill.at > self.began[command] - LONGEST_DELAY_SECONDS))
+            and (
+                kill.owner is command
+                or (any_owner and kill.at > self.began[command] - LONGEST_DELAY_SECONDS)
+                or (any_owner and kill.kind in ENDS_SERVER and kill.owner is self.met[command])
+            )
         ]
         assert causes, f"ended with status {command.process.poll()} although nobody killed it\n{command.output()}"
 
