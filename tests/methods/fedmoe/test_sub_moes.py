@@ -15,7 +15,7 @@ WHOLE, HALF = Limits([1], [1], 4), Limits([1], [1], 2)
 
 
 def members(*limits: Limits, tasks: list[int] | None = None, seed: int = 3) -> SubMoes:
-    return SubMoes.enrolled(
+    return SubMoes.new(
         {LAYER: EXPERTS},
         limits,
         poor=[bounds.most < EXPERTS for bounds in limits],

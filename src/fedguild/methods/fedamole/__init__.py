@@ -196,8 +196,8 @@ class FedAMoLE(Method):
         mixture = self.settings.mixture()
         pooled = replace(mixture, capacity=self.settings.experts)
         tensors = {name: mixture.initial(name, shape, rng) for name, shape in pooled.shapes(model).items()}
-        pool = Pool.new(tensors, self.settings.rank if self.invariant else None, new_seed(rng))
-        pool = pool.enrolled(len(roster.clients), self.token_width)
+        width = self.settings.rank if self.invariant else None
+        pool = Pool.new(tensors, width, new_seed(rng), len(roster.clients), self.token_width)
         assigned = self.assigned(pool, self.random_scores(pool))
         return replace(pool, assigned=assigned, before=assigned).state()
 

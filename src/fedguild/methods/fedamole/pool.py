@@ -60,13 +60,17 @@ class Pool:
     drift: dict[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def new(cls, tensors: Mapping[str, Tensor], embedding_width: int | None, seed: int) -> Pool:
-        """Returns a pool without clients, h^e = 0.
+    def new(
+        cls, tensors: Mapping[str, Tensor], embedding_width: int | None, seed: int, clients: int, token_width: int
+    ) -> Pool:
+        """Returns the pool before the first round and its assignment, h^e = 0 and h^t = 0.
 
         Args:
             tensors: The trainables, the experts' as stacks [E, ..].
             embedding_width: r; None where the router has no h^e.
             seed: The seed of the random scores.
+            clients: C.
+            token_width: Of h^t.
         """
         common, experts = dict[str, Tensor](), dict[str, Tensor]()
         for name, value in tensors.items():
@@ -76,7 +80,8 @@ class Pool:
             experts[name] = value
             if embedding_width is not None:
                 experts[f"{name.rpartition('.')[0]}.{EMBEDDING}"] = torch.zeros(len(value), embedding_width)
-        return cls(common, experts, {}, {}, {}, torch.zeros(0, dtype=torch.bool), seed, 0)
+        pool = cls(common, experts, {}, {}, {}, torch.zeros(clients, dtype=torch.bool), seed, 0)
+        return replace(pool, token={module: torch.zeros(clients, token_width) for module in pool.modules})
 
     @classmethod
     def of(cls, state: Payload) -> Pool:
@@ -114,11 +119,6 @@ class Pool:
     def clients(self) -> int:
         """C."""
         return len(self.known)
-
-    def enrolled(self, clients: int, token_width: int) -> Pool:
-        """Returns the pool for this number of clients, h^t = 0 [clients, token_width]."""
-        token = {module: torch.zeros(clients, token_width) for module in self.modules}
-        return replace(self, token=token, known=torch.zeros(clients, dtype=torch.bool))
 
     def sent_to(self, client: int) -> Payload:
         """Returns what a client gets: the shared experts, W^t, and the domain experts with d_ij = 1, by their ids."""

@@ -148,7 +148,7 @@ class FedMoe(Method):
             limits_of(model, budget, settings.memory, settings.memory_share)
         clients = roster.clients
         tasks = task_numbers(settings.tasks, len(clients))
-        sub_moes = SubMoes.enrolled(
+        sub_moes = SubMoes.new(
             {layer.experts: layer.num_experts for layer in model.moe},
             [limits_of(model, client.budget, settings.memory, settings.memory_share) for client in clients],
             poor=[settings.memory.get(client.budget.name, 1.0) < 1 for client in clients],

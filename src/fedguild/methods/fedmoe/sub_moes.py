@@ -59,7 +59,7 @@ class SubMoes:
     status: Tensor
 
     @classmethod
-    def enrolled(
+    def new(
         cls,
         layers: Mapping[str, int],
         limits: Sequence[Limits],
