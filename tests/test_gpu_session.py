@@ -42,7 +42,7 @@ def test_every_part_in_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "12 layers |",
         "decode 8",
     )
-    places = [said.index(part) for part in (*parts, "embedded: ", "models/nowhere: ", "a3smoe: ", "fdlora: ")]
+    places = [said.index(part) for part in (*parts, "embedded: ", "models/nowhere: ", "a3smoe: ")]
     assert places == sorted(places)
     results = json.loads((tmp_path / "results.json").read_text())
     assert "failed" not in results

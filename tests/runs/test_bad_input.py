@@ -11,17 +11,20 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import load_config
 from fedguild.core.errors import ConfigError, QuorumError
 from fedguild.core.layout import CHECKPOINTS
 from fedguild.core.payload import Payload
 from fedguild.measuring.log.records import ClientRecord, Record, RoundRecord, RunLog
-from fedguild.methods import METHODS
+from fedguild.methods import METHODS, build_method
 from fedguild.methods.flame import Flame
+from fedguild.model.backbone import describe_config
 from fedguild.runs import experiment
 from fedguild.runs.api.run_grid import Cell, Row
 from fedguild.runs.setup import check_fit, fitted, method_of, model_of
 from fedguild.server import checkpoint
+from fedguild.server.method import always_sent, starts_from_clients
 from tests.data.writing import write_jsonl
 from tests.runs.conftest import Command
 from tests.runs.runs import assert_same, ended, says, small_settings
@@ -146,6 +149,28 @@ def test_a_start_that_fails_is_told_with_its_own_error(monkeypatch, fails, told,
     with pytest.raises(ConfigError, match=f"flame cannot begin: its `start` raises {told}") as caught:
         check_start(monkeypatch, lambda *_: fails(torch.zeros(2**19)))
     assert isinstance(caught.value.__cause__, cause)
+
+
+def test_a_start_that_fails_with_the_clients_is_told_unless_their_made_up_examples_explain_it(monkeypatch):
+    with pytest.raises(ConfigError, match="flame cannot begin: its `start` raises KeyError: 'x'"):
+        check_start(monkeypatch, lambda _, model, roster, rng: {0: roster.clients}["x"])
+    check_start(monkeypatch, lambda _, model, roster, rng: 1 / (roster.clients[0].examples - 1))
+
+
+def test_a_federation_waits_for_all_clients_where_a_start_needs_them_or_values(monkeypatch):
+    model = describe_config("embedded")
+    reads = {True: lambda large: large.numpy(), False: lambda large: None}
+    for waits, read in reads.items():
+        monkeypatch.setattr(Flame, "start", lambda *_, read=read: read(torch.zeros(2**19)) or Payload())
+        assert starts_from_clients(build_method("flame", {}), model, []) is waits
+        assert always_sent(build_method("flame", {}), model, [], ClientInfo(0, Budget("b", 1, 1), 1)) == frozenset()
+
+
+def test_bytes_beyond_the_limit_are_found_where_a_start_with_clients_makes_up_values():
+    config = load_config(TASKS, ["method={name: ub-smoe, start_norm: 1.0}", "federation.byte_limit=1000"])
+    model = describe_config("olmoe-1b-7b")
+    with pytest.raises(ConfigError, match="The run cannot begin: round 1 could move"):
+        check_fit(fitted(method_of(config), config, model), config, model)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from fedguild.methods import build_method
 from fedguild.server import checkpoint
 from fedguild.server.method import Upload
 from fedguild.server.optimizer import LAST_CHANGE, own_state
-from fedguild.server.robust import ITERATIONS, RobustMean, robust_centre
+from fedguild.server.robust import ITERATIONS, RobustMean, _moved, robust_centre
 from fedguild.server.round import Outcome, Passage, RoundSetup, filtered
 from tests.oracles import robust as oracle
 
@@ -132,6 +132,15 @@ def test_without_its_memory_a_round_ends_elsewhere() -> None:
     changes = drawn(rng)
     found = [filtered(passage(each))(uploads(each, changes)) for each in (state, own_state(state))]
     assert not torch.equal(found[0].tensors["adapter/x"], found[1].tensors["adapter/x"])
+
+
+def test_of_a_part_that_stays_with_the_server_a_client_begins_from_its_own() -> None:
+    """As FedAMoLE's and FedMoE's pools: the memory has the state's names, the download its own."""
+    state = Payload({"server/pool/a": torch.zeros(3), f"{LAST_CHANGE}/server/pool/a": torch.ones(3)})
+    who, got = ClientInfo(0, Budget("all", 0, 2), 1), Payload({"pool/a": torch.zeros(3)})
+    sent = Upload(1, who, Payload({"pool/a": torch.full((3,), 2.0)}), got)
+    moved = _moved(sent, state.part(LAST_CHANGE))
+    assert torch.equal(moved.tensors["pool/a"], torch.ones(3))
 
 
 def test_what_nobody_trained_keeps_its_memory_and_lower_ranks_begin_from_theirs() -> None:

@@ -54,7 +54,7 @@ STATE = {
 }
 """Pattern of the name of a tensor in a state of 0.3 -> its name now."""
 STATE_OF = {
-    "^known$": {"^": "server/"},  # FedAMoLE: the server keeps it all to itself
+    "^token_embedding/": {"^": "server/"},  # FedAMoLE: the server keeps it all to itself
     "^client/poor$": {
         "^clients/": "server/",
         "^client/": "server/clients/",

@@ -15,7 +15,7 @@ The algorithm, in our words:
 
 All norms are Frobenius norms; the sums of lines 4 and 5 are over all adapted matrices, each expert's
 its own. Symbols: lambda `penalty_weight`, gamma `gamma`, r_min `minimum_rank`, t `tail_start`,
-r_k `state.tensors["ranks"]`, w_k `weights`.
+r_k `client/INDEX/rank` in the state, w_k `weights`.
 
 Readings and deviations (docs/methods/hetlora.md):
     - The penalty has gradients; the only released code of it (FlexLoRA's authors) takes it on

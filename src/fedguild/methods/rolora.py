@@ -32,6 +32,7 @@ Readings and deviations (docs/methods/rolora.md):
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import torch
 
@@ -76,10 +77,14 @@ class RoLoRA(Method):
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA of the same rank for every budget, with the budget's active experts and both factors.
 
-        The slots beside it train, one of the factors frozen; it counts both.
+        The slots beside it train, one of the factors frozen; the plan is that of the larger factor.
         """
         plan = AdapterPlan((self.settings.lora,), active_experts_of(model, budget))
-        return replace(plan, beside=plan)
+
+        def size(training: AdapterPlan) -> int:
+            return sum(map(prod, trainable_shapes(model, training).values()))
+
+        return replace(plan, beside=max((plan_of(1, plan), plan_of(2, plan)), key=size))
 
     def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1."""

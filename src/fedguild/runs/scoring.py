@@ -224,7 +224,7 @@ def _client_scores(
 def score_clients(
     experiment: Experiment,
     scope: OwnScope,
-    excerpt_of: Callable[[ClientInfo], Payload],
+    excerpts: Callable[[ClientInfo], Payload],
     number: int,
     split: Split,
     known: Known | None = None,
@@ -238,11 +238,11 @@ def score_clients(
         experiment: The run; with real clients, the run of one of them.
         scope: `client` for a client's own model, `trained` for its model right after training, `received` for the one
             with which it would begin its next round.
-        excerpt_of: Returns a client's excerpt of the state.
+        excerpts: Returns a client's excerpt of the state.
         number: The round that led to the state.
         known: Scores of the same examples by the models that have them; those of other models are added.
     """
-    models = _models(experiment, scope, excerpt_of, number)
+    models = _models(experiment, scope, excerpts, number)
     content = None if known is None else _content(models)
     if known is not None and content is not None and content in known:
         return [record.model_copy(update={"scope": scope}) for record in known[content]]
@@ -446,11 +446,11 @@ def _excerpts(experiment: Experiment, state: Payload) -> Callable[[ClientInfo], 
 
 
 def _models(
-    experiment: Experiment, scope: OwnScope, excerpt_of: Callable[[ClientInfo], Payload], number: int
+    experiment: Experiment, scope: OwnScope, excerpts: Callable[[ClientInfo], Payload], number: int
 ) -> list[Model]:
     """Returns a model of every client after a round, as `score_clients` names them."""
     return [
-        (client.name, client.budget, _model(experiment, scope, excerpt_of(client), client, number))
+        (client.name, client.budget, _model(experiment, scope, excerpts(client), client, number))
         for client in experiment.clients
     ]
 

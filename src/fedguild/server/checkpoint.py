@@ -34,6 +34,8 @@ _SUFFIX = ".checkpoint"
 FORMAT, WITH_HISTORY = 2, 3
 """Versions of the checkpoint layout, without and with a history in files of its own; 0.1.0 wrote version 1, without
 this number and with other tensor names."""
+NAMES = "0.4"
+"""Whose names a state's tensors and scalars have; 0.3 did not write it."""
 HISTORY = "history"
 """Folder of the history's files, beside the checkpoints."""
 _VERSION = re.compile(rf"{MERGE}/\d+/")
@@ -92,6 +94,7 @@ def save(
         "format": WITH_HISTORY if history else FORMAT,
         "round": round,
         "fingerprint": fingerprint,
+        "names": NAMES,
         "state": json.dumps(dict(state.scalars)),
         "extra": json.dumps(dict(extra or {})),
         **({"history": json.dumps(history)} if history else {}),
@@ -193,16 +196,25 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         header |= {key: json.loads(str(scalars[key])) for key in ("state", "extra")}
         for prefix, digest in json.loads(str(scalars.get("history", "{}"))).items():
             tensors |= _mapped(path.parent / HISTORY / digest, prefix, verified=True)
-        # HetLoRA of 0.3 had one tensor of all clients' ranks.
-        tensors |= {f"client/{client}/rank": rank for client, rank in enumerate(tensors.pop("ranks", ()))}
-        names = state_names((*sorted(tensors), *header["state"]))
-        tensors = {names[name]: tensor for name, tensor in sorted(tensors.items())}
-        header["state"] = {names[name]: value for name, value in header["state"].items()}
+        if "names" not in scalars:
+            tensors, header["state"] = _with_new_names(tensors, header["state"])
     except FedGuildError as error:
         raise CheckpointError(f"{path} is not a checkpoint: {error.message}.") from error
     except (KeyError, ValueError) as error:
         raise CheckpointError(f"{path} is not a checkpoint: it lacks a readable {error}.") from error
     return tensors, header
+
+
+def _with_new_names(
+    tensors: Mapping[str, Tensor], scalars: Mapping[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Returns a state's tensors and scalars under their names of today, as a checkpoint of 0.3 has them."""
+    found = dict(tensors)
+    if (ranks := found.get("ranks")) is not None and ranks.dim() == 1:  # HetLoRA had one tensor of all clients' ranks
+        del found["ranks"]
+        found |= {f"client/{client}/rank": rank for client, rank in enumerate(ranks)}
+    names = state_names((*found, *scalars))
+    return {names[name]: value for name, value in found.items()}, {names[name]: scalars[name] for name in scalars}
 
 
 def _with_history(

@@ -27,6 +27,7 @@ Its state before a round, two uploads of clients with 10 and 90 examples, and it
 
 from __future__ import annotations
 
+import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,7 +42,7 @@ from fedguild.client.cohort import Cohort
 from fedguild.client.merge_ledger import MERGE, merge_version, up_to
 from fedguild.client.training import load_received, train
 from fedguild.config.privacy import Unit
-from fedguild.core.errors import ConfigError
+from fedguild.core.errors import ConfigError, FedGuildError
 from fedguild.core.payload import ADAPTER, SERVER, Payload
 from fedguild.core.seeding import torch_rng
 from fedguild.model.info import ModelInfo
@@ -71,6 +72,9 @@ class Deployment:
 
 class ClientsUnknownError(LookupError):
     """A start asks for the clients where only the budgets are known."""
+
+    def __init__(self) -> None:
+        super().__init__("this start needs the clients, of which only the budgets are known")
 
 
 @dataclass(frozen=True)
@@ -364,8 +368,8 @@ class Method(ABC):
 def excerpt_of(method: Method, state: Payload, model: ModelInfo, client: ClientInfo) -> Payload:
     """Returns the part of the state that a client may see, from which its own model is deployed.
 
-    It is all of it but what is reserved: a part `server/NAME` stays with the server, and of it the client sees what its
-    next download has as `NAME`; `budget/NAME/…` and `client/INDEX/…` go to those only.
+    What is reserved is left out: parts `server/NAME`, in whose place the client sees the tensors that its next download
+    has as `NAME`, and the parts `budget/NAME/…` and `client/INDEX/…` of others.
     """
     theirs = {"budget": client.budget.name, "client": str(client.index)}
 
@@ -423,27 +427,46 @@ def takes_means(method: Method) -> bool:
     return type(method).aggregate is Method.aggregate
 
 
-def starts_from_clients(method: Method, model: ModelInfo, budgets: Sequence[Budget]) -> bool:
-    """Returns whether the state before the first round depends on the clients, and not on the budgets alone."""
+def start_on_shapes(method: Method, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload | None:
+    """Returns the state before the first round as shapes alone; None if the method needs values for it.
+
+    Raises:
+        ClientsUnknownError: it depends on the clients, and the roster has none.
+        Exception: the method's own, where no value is missing.
+    """
+    shapes = ShapesOnly()
     try:
-        with ShapesOnly():
-            method.start(model, Roster(budgets), torch_rng(0, "form"))
+        with shapes:
+            return method.start(model, roster, rng)
+    except (FedGuildError, ClientsUnknownError):
+        raise
+    except Exception as error:
+        if shapes.made_up or re.search(r"\bmeta\b", str(error), re.IGNORECASE):  # as torch calls it
+            return None
+        raise
+
+
+def starts_from_clients(method: Method, model: ModelInfo, budgets: Sequence[Budget]) -> bool:
+    """Returns whether the state before the first round may depend on the clients, and not on the budgets alone."""
+    try:
+        return start_on_shapes(method, model, Roster(budgets), torch_rng(0, "form")) is None
     except ClientsUnknownError:
         return True
-    return False
 
 
 def always_sent(method: Method, model: ModelInfo, budgets: Sequence[Budget], client: ClientInfo) -> frozenset[str]:
     """Returns the names of the adapter's tensors that every download and excerpt of this client has.
 
-    They are those of its first, on shapes alone; none where what a client is sent depends on all clients.
+    They are those of its first, on shapes alone; none where what a client is sent may depend on all clients.
     """
     try:
-        with ShapesOnly():
-            state = method.start(model, Roster(budgets), torch_rng(0, "form"))
-            sent = method.download(state, model, client)
+        state = start_on_shapes(method, model, Roster(budgets), torch_rng(0, "form"))
     except ClientsUnknownError:
+        state = None
+    if state is None:
         return frozenset()
+    with ShapesOnly():
+        sent = method.download(state, model, client)
     return frozenset(name for name in sent.tensors if name.startswith(f"{ADAPTER}/"))
 
 

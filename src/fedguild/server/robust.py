@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from fedguild.core.errors import UploadError
-from fedguild.core.payload import Payload
+from fedguild.core.payload import SERVER, Payload
 from fedguild.server.aggregation import rank_axis
 from fedguild.server.guard import change_norms, medians_of, shortened
 from fedguild.server.optimizer import LAST_CHANGE
@@ -169,7 +169,7 @@ def _moved(upload: Upload, change: Mapping[str, Tensor]) -> Payload:
     """Returns an upload's download, moved by a change of the state; a client of a lower rank has its first ranks."""
     tensors = dict(upload.download.tensors)
     for name, value in tensors.items():
-        by, axis = change.get(name), rank_axis(name)
+        by, axis = change.get(name, change.get(f"{SERVER}/{name}")), rank_axis(name)
         if by is not None and axis is not None and by.dim() == value.dim():
             by = by.narrow(axis, 0, min(value.shape[axis], by.shape[axis]))
         if by is not None and by.shape == value.shape:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 
 from fedguild.client.budget import Budget, ClientInfo
@@ -28,6 +27,7 @@ from fedguild.server.method import (
     Roster,
     require_linear,
     secure_form,
+    start_on_shapes,
     starting_rng,
     takes_means,
 )
@@ -200,16 +200,15 @@ def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets
     clients = [
         ClientInfo(index, budgets[tier.name], 1) for index, tier in enumerate(config.federation.budget_per_client())
     ]
-    tiers, shapes, state = list(budgets.values()), ShapesOnly(), None
     try:
-        if (state := _first_state(method, model, tiers, config.seed)) is None:
-            return
+        state = _first_state(method, model, Roster(list(budgets.values())), config.seed)
     except ClientsUnknownError:
-        pass
+        state = _first_state(method, model, Roster(list(budgets.values()), clients), config.seed)
+    if state is None:
+        return
+    shapes = ShapesOnly()
     try:
         with shapes:
-            if state is None:
-                state = method.start(model, Roster(tiers, clients), starting_rng(method, config.seed))
             error = first_refusal(method, config, state, model, clients)
     except FedGuildError:
         raise
@@ -219,23 +218,21 @@ def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets
         raise error
 
 
-def _first_state(method: Method, model: ModelInfo, budgets: Sequence[Budget], seed: int) -> Payload | None:
+def _first_state(method: Method, model: ModelInfo, roster: Roster, seed: int) -> Payload | None:
     """Returns the method's state before the first round, as shapes alone; None if the method needs values for it.
 
     Raises:
-        FedGuildError: the method refuses the budgets.
-        ClientsUnknownError: it depends on the clients.
+        FedGuildError: the method refuses the budgets or the clients.
+        ClientsUnknownError: it depends on the clients, and the roster has none.
         ConfigError: it fails, and no value is missing; the method's own error is the cause.
     """
-    shapes = ShapesOnly()
     try:
-        with shapes:
-            return method.start(model, Roster(budgets), starting_rng(method, seed))
+        return start_on_shapes(method, model, roster, starting_rng(method, seed))
     except (FedGuildError, ClientsUnknownError):
         raise
     except Exception as error:
-        if shapes.made_up or re.search(r"\bmeta\b", str(error), re.IGNORECASE):  # as torch calls it
-            return None
+        if roster.known is not None and isinstance(error, ArithmeticError | RuntimeError | ValueError):
+            return None  # the numbers of examples are made up
         raise ConfigError(
             f"{method.name} cannot begin: its `start` raises {type(error).__name__}: {error}",
             "`fedguild --debug` shows the traceback.",
