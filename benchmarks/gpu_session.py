@@ -154,7 +154,7 @@ def methods(bench: Bench) -> None:
     """(g)."""
     found = bench.results.setdefault("methods", {})
     names = [name for name in METHODS if name not in found][: 2 if bench.small else None]
-    for name, differences in compare_all(names, bench.device):
+    for name, differences in compare_all(names, bench.device, torch.float32):
         found[name] = differences
         bench.save()
         say(f"{name}: {differences}")
