@@ -392,6 +392,27 @@ def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_plan
     assert recording.Plan("flame/table-2-tiny", changed, None).choice("flame") is None, "it was chosen among others"
 
 
+def test_a_recorded_run_on_validation_examples_is_not_run_again_for_a_choice(tmp_path, monkeypatch):
+    monkeypatch.setattr(recording, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(recording, "RUNS", tmp_path / "runs")
+    choose = {"setting": "training.learning_rate", "values": ["1e-3", "4e-3"], "column": "dirichlet-0.5", "seed": 100}
+    plan = recording.Plan("flame/table-2-tiny", {"seeds": [0], "choose": choose})
+    for split, known in (("test", []), ("validation", ["4e-3"])):
+        one = plan.candidates("flame")["4e-3"]
+        record = CellRecord(
+            table="flame/rates", column="rate-4e-3", row="flame", seed=100, fingerprint=one.fingerprint,
+            fedguild="0", round=1, split=split, scores={"mean": 0.4},
+        )  # fmt: skip
+        record.write(tmp_path / "records")
+        assert [one.fingerprint for one in plan.untried("flame")] == [
+            one.fingerprint for value, one in plan.candidates("flame").items() if value not in known
+        ]
+    (untried,) = plan.untried("flame")
+    write_small(untried.cell.folder, name="flame", seed=100, final=dict.fromkeys(FLAME_FINAL, 0.3))
+    plan.chosen("flame")
+    assert plan.choice("flame").tried == {"1e-3": pytest.approx(0.3, abs=0.01), "4e-3": 0.4}
+
+
 @pytest.mark.parametrize(("spread", "refused"), [(0.01, False), (0.2, True)])
 def test_a_choice_near_chance_is_refused(spread, refused, tmp_path, monkeypatch, capsys):
     """Three validation seeds a value; the best is 0.1 above chance in the mean."""

@@ -11,7 +11,7 @@ Where the plan says `choose`, a setting of each row is chosen first, by runs of 
 the validation examples; with `together`, all rows get the value that is best in the mean over them. With `repeats`
 every value is tried with those seeds as well, and the best in the mean over the seeds is taken. With `chance`, the
 score of guessing, a choice is refused whose best value is within its spread over the seeds of chance: the row's cells
-do not run.
+do not run. A table of the same runs on validation examples, such as flame/rates-smollm2, spares a choice its own.
 A run that another table has recorded with the very same settings is not run again, and where the plan says `longer`, a
 column of fewer rounds is read from the runs of one of more. The pages are written by `tools/generate.py`, which reads
 the records and nothing else.
@@ -406,8 +406,9 @@ def outdated() -> list[CellRecord]:
 
 
 def tried_before(score: str) -> dict[str, float]:
-    """Returns fingerprint -> score of the runs that any table has tried settings by."""
-    found: dict[str, float] = {}
+    """Returns fingerprint -> score of the runs on validation examples, of tables and of choices."""
+    validated = (one for one in valid_records() if one.split == "validation" and score in one.scores)
+    found = {one.fingerprint: one.scores[score] for one in validated}
     for path in RECORDS.rglob("choices/*.json"):
         choice = ChoiceRecord.model_validate_json(path.read_bytes())
         found |= {choice.fingerprints[value]: tried for value, tried in choice.by_score(score).items()}
@@ -557,7 +558,9 @@ class Listing:
         if "choose" not in plan.settings or plan.is_chosen(row):
             return []
         tried = self._tried(plan.score_to_choose_by(row))
-        return [one for one in plan.tried(row).values() if one not in tried and ("tried", one) not in self._known]
+        again = (one.fingerprint for runs in plan.repeats(row).values() for one in runs)
+        every = (*plan.tried(row).values(), *again)
+        return [one for one in every if one not in tried and ("tried", one) not in self._known]
 
     def _tried(self, score: str) -> Mapping[str, float]:
         if score not in self._scores:
