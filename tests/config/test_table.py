@@ -79,13 +79,14 @@ def test_every_cell_of_a_shipped_table_fits_its_model(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_cells_of_a_column_differ_in_nothing_but_the_method(name: str) -> None:
-    """Data, clients and evaluation are the same for all rows, but for what a row is named for.
+    """Data, clients, training and evaluation are the same for all rows, but for what a row is named for or its rate.
 
     Only rows that are scored so have every client answer all the questions, or its own with a model of its own.
     """
     table = shipped(name).load()
     for column in table.columns:
-        configs = [config for cell, config in configs_of(name) if cell.column == column]
+        rows = {cell.row: config for cell, config in configs_of(name) if cell.column == column}
+        configs = list(rows.values())
         for section, but in (("data", None), ("evaluation", {"pooled", "clients"})):
             sections = {getattr(config, section).model_dump_json(exclude=but) for config in configs}
             assert len(sections) == 1, (column, section)
@@ -93,8 +94,10 @@ def test_the_cells_of_a_column_differ_in_nothing_but_the_method(name: str) -> No
             assert len({repr(getattr(config.federation, key)) for config in configs}) == 1, (column, key)
         rounds = {config.federation.rounds for config in configs}
         assert max(rounds) - min(rounds) <= 1, "FDLoRA's first stage is a round of its own"
-        trainings = [config.training.model_dump() for config in configs]
+        own_rate = {name for name, row in table.rows.items() if "learning_rate" in row.settings.get("training", {})}
+        trainings = [config.training.model_dump(exclude={"learning_rate"}) for config in configs]
         assert all(training == trainings[0] for training in trainings), column
+        assert len({config.training.learning_rate for row, config in rows.items() if row not in own_rate}) <= 1, column
 
 
 @pytest.mark.parametrize("name", NAMES)
