@@ -34,7 +34,7 @@ from tools.records.summary import by_row, first_to_last, heading
 OF_CLIENTS = (TRAINED, RECEIVED, POOLED, MTAL)
 """Scores of the models that clients train, receive or use."""
 ENDS = {"largest": max, "smallest": min}
-NOT_CHOSEN = "No setting was chosen for this table on validation examples."
+NOT_CHOSEN = "The table's own runs chose no setting on validation examples."
 
 
 def table_page(
