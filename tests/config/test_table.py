@@ -77,19 +77,12 @@ def test_every_cell_of_a_shipped_table_fits_its_model(name: str) -> None:
         check_config(config)
 
 
-OWN_RATES = {
-    ("flame/table-2-smollm2", "fedit"): 3.5e-3,
-    ("ub-smoe/table-4-smollm2", "fedit"): 3.5e-3,
-    ("flame/decide-smollm2", "fedit-3.5e-3"): 3.5e-3,
-}
-"""Rates that flame/rates-smollm2 chose for a row on validation examples."""
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_cells_of_a_column_differ_in_nothing_but_the_method(name: str) -> None:
-    """Data, clients, training and evaluation are the same for all rows, but for what a row is named for or its rate.
+    """Data, clients, training and evaluation are the same for all rows, but for what a row is named for.
 
-    Only rows that are scored so have every client answer all the questions, or its own with a model of its own.
+    A row may state a learning rate of its own, which `tests/tools/test_records.py` holds to the validation records. Only
+    rows that are scored so have every client answer all the questions, or its own with a model of its own.
     """
     table = shipped(name).load()
     for column in table.columns:
@@ -102,7 +95,7 @@ def test_the_cells_of_a_column_differ_in_nothing_but_the_method(name: str) -> No
             assert len({repr(getattr(config.federation, key)) for config in configs}) == 1, (column, key)
         rounds = {config.federation.rounds for config in configs}
         assert max(rounds) - min(rounds) <= 1, "FDLoRA's first stage is a round of its own"
-        own_rate = {row for row, config in rows.items() if OWN_RATES.get((name, row)) == config.training.learning_rate}
+        own_rate = {name for name, row in table.rows.items() if "learning_rate" in row.settings.get("training", {})}
         trainings = [config.training.model_dump(exclude={"learning_rate"}) for config in configs]
         assert all(training == trainings[0] for training in trainings), column
         assert len({config.training.learning_rate for row, config in rows.items() if row not in own_rate}) <= 1, column

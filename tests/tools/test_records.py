@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from fedguild.config import Table
+from fedguild.config import Table, tables
 from fedguild.core.errors import DataError
 from fedguild.measuring.log.folder import load_run
 from fedguild.measuring.log.records import ObservationRecord
@@ -21,6 +21,7 @@ from tests.report.runs import write_run
 from tools.records.cells import CellRecord, ChoiceRecord, read_records, record_of
 from tools.records.claims import claims_markdown, verdict
 from tools.records.pages import table_page
+from tools.records.tables import RECORDS
 
 TABLE = Table.model_validate(
     {
@@ -193,3 +194,24 @@ def choice(tried: dict[str, list[float]], **more: Any) -> ChoiceRecord:
 def test_the_best_value_is_the_best_in_the_mean_over_the_seeds() -> None:
     assert choice({"1e-3": [0.5], "3e-3": [0.4]}).chosen == "1e-3"
     assert choice({"1e-3": [0.5, 0.2, 0.2], "3e-3": [0.4, 0.4, 0.4]}).chosen == "3e-3"
+
+
+def test_a_rate_that_a_row_states_is_its_best_on_validation_examples() -> None:
+    """By flame/rates-smollm2's records, with all its seeds at all its rates; FLAME's own is the presets', 2e-3."""
+    shipped = {one.name: one.load() for one in tables()}
+    grid = shipped["flame/rates-smollm2"]
+    rates = {name: float(column.settings["training"]["learning_rate"]) for name, column in grid.columns.items()}
+    scores: dict[str, dict[float, list[float]]] = {}
+    for record in read_records(RECORDS):
+        if record.table == "flame/rates-smollm2":
+            scores.setdefault(record.row, {}).setdefault(rates[record.column], []).append(record.scores[grid.score])
+    stated = {("flame", 2e-3)}
+    for table in shipped.values():
+        for name, row in table.rows.items():
+            if "learning_rate" in row.settings.get("training", {}):
+                stated.add((row.preset or name, float(row.settings["training"]["learning_rate"])))
+    assert ("fedit", 3.5e-3) in stated
+    for row, rate in stated:
+        assert scores[row].keys() == set(rates.values()), row
+        assert all(len(of_rate) == len(grid.seeds) for of_rate in scores[row].values()), row
+        assert max(scores[row], key=lambda one: fmean(scores[row][one])) == rate, row
