@@ -81,8 +81,8 @@ def test_every_cell_of_a_shipped_table_fits_its_model(name: str) -> None:
 def test_the_cells_of_a_column_differ_in_nothing_but_the_method(name: str) -> None:
     """Data, clients, training and evaluation are the same for all rows, but for what a row is named for.
 
-    A row may state a learning rate of its own, which `tests/tools/test_records.py` holds to the validation records. Only
-    rows that are scored so have every client answer all the questions, or its own with a model of its own.
+    A row may state a learning rate of its own, which `tests/tools/test_records.py` holds to the validation records.
+    Only rows that are scored so have every client answer all the questions, or its own with a model of its own.
     """
     table = shipped(name).load()
     for column in table.columns:
