@@ -31,7 +31,7 @@ class Lying(ServerSession):
         high = self._words[2 * self.form.weight_count : 3 * self.form.weight_count]
         high += few.astype(np.uint64) * np.uint64(3) << np.uint64(COUNT_BIT)
         self._sums = fixed_point.weight_sums(self.form, self._words)
-        held = np.full(self.form.group_count, len(self._weighers))
+        held = np.full(self.form.group_count, len(self.weighers))
         self._weight_levels, self._value_levels = part_levels(
             self.form, self._sums.counts, held, self.session.fewest, self._survived
         )
@@ -53,7 +53,7 @@ def lied_to(monkeypatch: pytest.MonkeyPatch, numbers: Mapping[int, Contribution]
 def seen(attacked: Federation) -> np.ndarray:
     """Returns what the server makes of the expert's values after the last step."""
     server = attacked.server
-    scale = fixed_point.scales(server._sums, len(server._weighers))[EQUAL.names.index("experts")]
+    scale = fixed_point.scales(server._sums, len(server.weighers))[EQUAL.names.index("experts")]
     return server._values[EQUAL.slices["experts"]].view(np.int32).reshape(4, 5)[EXPERT] / scale
 
 

@@ -11,8 +11,8 @@ from fedguild.core.payload import Payload, with_part
 from fedguild.privacy.secure_sum.form import Form
 from fedguild.privacy.secure_sum.graph import degree_of
 from fedguild.privacy.secure_sum.levels import capacities
-from fedguild.privacy.secure_sum.session import DIGEST_BYTES, Step, envelope_bytes, fewest_left
-from fedguild.privacy.secure_sum.sizes import KEY_BYTES, SEED_BYTES, SIGNATURE_BYTES
+from fedguild.privacy.secure_sum.session import Step, advert_sizes, envelope_bytes, fewest_left
+from fedguild.privacy.secure_sum.sizes import SEED_BYTES, SIGNATURE_BYTES
 from fedguild.server.secure_round import PART
 
 Shapes = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -34,15 +34,13 @@ def session_bytes(form: Form, clients: int, share: float = 2 / 3) -> tuple[int, 
 def _messages(form: Form, clients: int, share: float) -> tuple[dict[Step, Shapes], dict[Step, Shapes]]:
     byte, number, word = torch.uint8, torch.int32, torch.int64
     near = clients - 1 if form.is_unequal else degree_of(clients)
-    held = -(-form.group_count // 8)
     sums = (word, (form.word_count,))
     signature = (byte, (SIGNATURE_BYTES,))
     everybody = (number, (clients,))
     opened: Shapes = {"clients": (number, (near + 1,)), "shares": (byte, (near + 1, SEED_BYTES))}
     levels = len(capacities(clients - fewest_left(clients, share)))
     envelopes = (byte, (near, envelope_bytes(levels, form.weight_count)))
-    columns = {"keys": 3 * KEY_BYTES, "held": held, "commitments": 2 * DIGEST_BYTES, "trained": DIGEST_BYTES}
-    columns["signature"] = SIGNATURE_BYTES
+    columns = advert_sizes(form.group_count)
     requests: dict[Step, Shapes] = {
         "join": {},
         "share": {"clients": everybody, **{name: (byte, (clients, width)) for name, width in columns.items()}},

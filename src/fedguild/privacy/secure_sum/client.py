@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from fedguild.privacy.secure_sum.keys import (
 from fedguild.privacy.secure_sum.levels import MOST_LEVELS, Levels, above, chain, levels_of, lowest_open
 from fedguild.privacy.secure_sum.masks import add_mask, add_masks
 from fedguild.privacy.secure_sum.session import (
+    ADVERT_COLUMNS,
     DIGEST_BYTES,
     SECRETS,
     STEPS,
@@ -127,15 +129,8 @@ class ClientSession:
         committed = (self._own, above(self._seeds[1], MOST_LEVELS - 1))
         commitments = b"".join(commitment(self._context, self.client, secret) for secret in committed)
         advert = Advert(self.client, keys, held, commitments, self._trained, b"")
-        signature = sign(self._identity, advert.signed(self._context))
-        self._advert = Advert(self.client, keys, held, commitments, self._trained, signature)
-        return {
-            "keys": np.frombuffer(keys, np.uint8),
-            "held": np.frombuffer(held, np.uint8),
-            "commitments": np.frombuffer(commitments, np.uint8),
-            "trained": np.frombuffer(self._trained, np.uint8),
-            "signature": np.frombuffer(signature, np.uint8),
-        }
+        self._advert = replace(advert, signature=sign(self._identity, advert.signed(self._context)))
+        return {name: np.frombuffer(getattr(self._advert, name), np.uint8) for name in ADVERT_COLUMNS}
 
     def _share(self, request: Arrays) -> dict[str, NDArray[Any]]:
         roster = Roster.from_arrays(self.session, request, self.form.group_count)
@@ -200,7 +195,7 @@ class ClientSession:
         words = array_in(request, "sums", np.uint64, (self.form.word_count,))
         sums = fixed_point.weight_sums(self.form, words)
         self._require_true_counts(sums.counts)
-        self._transcript = self._transcript_of(words)
+        self._transcript = transcript(self._roster, self._shared, self._weighed, words)
         held = np.sum([self._holds(peer) for peer in self._weighed], axis=0)
         self._large = held >= self.session.fewest
         weight_levels, value_levels = part_levels(self.form, sums.counts, held, self.session.fewest, self._survived)
@@ -327,9 +322,6 @@ class ClientSession:
     def _cover(self, peer: int) -> Bits | None:
         """Returns [values], which ones a client sends; None for all."""
         return cover_of(self.form, self.session, self._holds(peer), self._large)
-
-    def _transcript_of(self, sums: NDArray[np.uint64]) -> bytes:
-        return transcript(self._roster, self._shared, self._weighed, sums)
 
 
 def transcript(roster: Roster, shared: tuple[int, ...], weighed: tuple[int, ...], sums: NDArray[np.uint64]) -> bytes:

@@ -26,6 +26,7 @@ from fedguild.privacy.secure_sum.session import (
     Roster,
     Session,
     Step,
+    advert_sizes,
     array_in,
     commitment,
     envelope_bytes,
@@ -37,7 +38,7 @@ from fedguild.privacy.secure_sum.session import (
     rows_in,
 )
 from fedguild.privacy.secure_sum.shares import recover
-from fedguild.privacy.secure_sum.sizes import KEY_BYTES, SEED_BYTES, SIGNATURE_BYTES
+from fedguild.privacy.secure_sum.sizes import SEED_BYTES, SIGNATURE_BYTES
 
 Answers = Mapping[int, Arrays]
 
@@ -56,6 +57,8 @@ class ServerSession:
         left: The clients that have answered all steps so far.
         dropped: Client -> why it is not left.
         faults: Client -> what it did wrong that the others could repair.
+        weighers: The clients whose weights are in the sums of the first half.
+        contributors: The clients whose numbers are in the sums, after the last step.
     """
 
     def __init__(
@@ -66,6 +69,8 @@ class ServerSession:
         self.left: tuple[int, ...] = tuple(sorted(clients))
         self.dropped: dict[int, str] = {}
         self.faults: dict[int, str] = {}
+        self.weighers: tuple[int, ...] = ()
+        self.contributors: tuple[int, ...] = ()
         self._context = session.context()
         self._receivers: dict[Step, Callable[[Answers], None]] = {
             "join": self._joined,
@@ -97,7 +102,7 @@ class ServerSession:
             everybody = {"clients": listed(self.left), "sums": self._words}
         elif step in ("agree", "open"):
             signatures = rows([self._signatures[client] for client in self.left])
-            everybody = {"clients": listed(self._senders), "signatures": signatures}
+            everybody = {"clients": listed(self.contributors), "signatures": signatures}
             if step == "open":
                 everybody["agreed"] = listed(self.left)
         if step != "check":
@@ -150,8 +155,8 @@ class ServerSession:
             self._sums,
             self._values,
             self._value_words,
-            len(self._weighers),
-            len(self._senders),
+            len(self.weighers),
+            len(self.contributors),
             self.session.fewest,
             opened if large is None else opened & large,
             self._weight_levels >= self._open_level,
@@ -161,16 +166,6 @@ class ServerSession:
     def weights(self) -> dict[str, NDArray[np.float64]]:
         """Name -> the sum of the clients' weights, from the step `open_weights` on."""
         return {key: self._sums.totals[place] for key, place in self.form.places.items()}
-
-    @property
-    def weighers(self) -> tuple[int, ...]:
-        """The clients whose weights are in the sums of the first half."""
-        return self._weighers
-
-    @property
-    def contributors(self) -> tuple[int, ...]:
-        """The clients whose numbers are in the sums, after the last step."""
-        return self._senders
 
     def holdings(self, client: int) -> dict[str, Bits]:
         """Returns name of groups -> [n], which parts a client holds according to its answer to `join`."""
@@ -190,16 +185,9 @@ class ServerSession:
         self.left = tuple(left)
 
     def _joined(self, answers: Answers) -> None:
-        held_bytes = -(-self.form.group_count // 8)
+        sizes = advert_sizes(self.form.group_count)
 
         def read(client: int, arrays: Arrays) -> None:
-            sizes = {
-                "keys": 3 * KEY_BYTES,
-                "held": held_bytes,
-                "commitments": 2 * DIGEST_BYTES,
-                "trained": DIGEST_BYTES,
-                "signature": SIGNATURE_BYTES,
-            }
             columns = {name: array_in(arrays, name, np.uint8, (size,)).tobytes() for name, size in sizes.items()}
             advert = Advert(client, **columns)
             for place in range(3):  # a key that cannot be used would drive out the neighbours
@@ -266,19 +254,19 @@ class ServerSession:
             np.add(self._words, array_in(arrays, "masked", np.uint64, self._words.shape), out=self._words)
 
         self._read(answers, read)
-        self._weighers = self.left
+        self.weighers = self.left
 
     def _weights_opened(self, answers: Answers) -> None:
         shares = self._shares(answers)
-        own, keys = self._secrets(0, shares, self._sharers, self._weighers)
+        own, keys = self._secrets(0, shares, self._sharers, self.weighers)
         for client, secret in own.items():
             add_mask(self._words, secret, self._context + own_mask(client, HALVES[0]), subtract=True)
-        for client, peer, secret in self._pairs(0, keys, self._weighers):
+        for client, peer, secret in self._pairs(0, keys, self.weighers):
             add_mask(self._words, secret, b"mask", subtract=client > peer)
         self._sums = fixed_point.weight_sums(self.form, self._words)
         # The values are asked of all whose weights were opened, whether or not they sent their shares.
-        self.left = self._weighers
-        held = np.sum([self._holds(client) for client in self._weighers], axis=0)
+        self.left = self.weighers
+        held = np.sum([self._holds(client) for client in self.weighers], axis=0)
         self._large = held >= self.session.fewest
         self._weight_levels, self._value_levels = part_levels(
             self.form, self._sums.counts, held, self.session.fewest, self._survived
@@ -287,7 +275,7 @@ class ServerSession:
 
     def _sent(self, answers: Answers) -> None:
         self._value_words = np.zeros(self.form.weight_count, np.uint64)
-        self._told = transcript(self._roster, self._sharers, self._weighers, self._words)
+        self._told = transcript(self._roster, self._sharers, self.weighers, self._words)
 
         def read(client: int, arrays: Arrays) -> None:
             cover = self._cover(client)
@@ -304,19 +292,19 @@ class ServerSession:
             np.add(self._value_words, words, out=self._value_words)
 
         self._read(answers, read)
-        self._senders = self.left
-        self._open_level = lowest_open(len(self._weighers) - len(self._senders), self._survived)
+        self.contributors = self.left
+        self._open_level = lowest_open(len(self.weighers) - len(self.contributors), self._survived)
 
     def _agreed(self, answers: Answers) -> None:
         def read(client: int, arrays: Arrays) -> None:
-            message = agreement(self._told, self._senders)
+            message = agreement(self._told, self.contributors)
             self._signatures[client] = self._signature(client, arrays, message, "whom it was told is left")
 
         self._read(answers, read)
 
     def _opened(self, answers: Answers) -> None:
         shares = self._shares(answers)
-        own, keys = self._secrets(1, shares, self._weighers, self._senders)
+        own, keys = self._secrets(1, shares, self.weighers, self.contributors)
         for client, secret in own.items():
             purpose = self._context + own_mask(client, HALVES[1])
             secrets = [
@@ -326,11 +314,11 @@ class ServerSession:
             cover = self._cover(client)
             add_masks(self._values, secrets, self._value_levels, purpose, subtract=True, where=cover)
             add_masks(self._value_words, secrets, self._weight_levels, purpose + b" shares", subtract=True)
-        for client, peer, secret in self._pairs(1, keys, self._senders):
+        for client, peer, secret in self._pairs(1, keys, self.contributors):
             where = both(self._cover(client), self._cover(peer))
             add_mask(self._values, secret, b"mask", subtract=client > peer, where=where)
             add_mask(self._value_words, secret, b"mask shares", subtract=client > peer)
-        self.left = self._senders
+        self.left = self.contributors
 
     def _signature(self, client: int, arrays: Arrays, message: bytes, what: str) -> bytes:
         """Returns the signature in an answer.

@@ -100,6 +100,20 @@ class Advert:
         return np.unpackbits(np.frombuffer(self.held, np.uint8), count=count).astype(np.bool_)
 
 
+def advert_sizes(group_count: int) -> dict[str, int]:
+    """Returns attribute of an advert -> its bytes, in the order in which they are sent."""
+    return {
+        "keys": 3 * KEY_BYTES,
+        "held": -(-group_count // 8),
+        "commitments": 2 * DIGEST_BYTES,
+        "trained": DIGEST_BYTES,
+        "signature": SIGNATURE_BYTES,
+    }
+
+
+ADVERT_COLUMNS = tuple(advert_sizes(0))
+
+
 @dataclass(frozen=True)
 class Roster:
     """All clients of a session, as each of them and the server know them."""
@@ -142,14 +156,8 @@ class Roster:
 
     def to_arrays(self) -> dict[str, NDArray[Any]]:
         ordered = [self.adverts[client] for client in self.clients]
-        return {
-            "clients": listed(self.clients),
-            "keys": rows([advert.keys for advert in ordered]),
-            "held": rows([advert.held for advert in ordered]),
-            "commitments": rows([advert.commitments for advert in ordered]),
-            "trained": rows([advert.trained for advert in ordered]),
-            "signature": rows([advert.signature for advert in ordered]),
-        }
+        columns = {name: rows([getattr(advert, name) for advert in ordered]) for name in ADVERT_COLUMNS}
+        return {"clients": listed(self.clients), **columns}
 
     @classmethod
     def from_arrays(cls, session: Session, arrays: Arrays, group_count: int) -> Roster:
@@ -159,14 +167,8 @@ class Roster:
             UploadError: it is malformed.
         """
         clients = list_in(arrays, "clients")
-        held_bytes = -(-group_count // 8)
-        columns = {
-            "keys": rows_in(arrays, "keys", len(clients), 3 * KEY_BYTES),
-            "held": rows_in(arrays, "held", len(clients), held_bytes),
-            "commitments": rows_in(arrays, "commitments", len(clients), 2 * DIGEST_BYTES),
-            "trained": rows_in(arrays, "trained", len(clients), DIGEST_BYTES),
-            "signature": rows_in(arrays, "signature", len(clients), SIGNATURE_BYTES),
-        }
+        sizes = advert_sizes(group_count)
+        columns = {name: rows_in(arrays, name, len(clients), size) for name, size in sizes.items()}
         adverts = {
             client: Advert(client, **{name: column[row] for name, column in columns.items()})
             for row, client in enumerate(clients)
