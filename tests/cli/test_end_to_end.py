@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.measuring.log.records import RunLog, comparable
+from fedguild.measuring.log.records import RunLog
 from tests.cli.conftest import Invoke
+from tests.runs.runs import comparable
 
 SMALL = [
     "federation.clients=2",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 from fedguild.config import Config, load_config
 from fedguild.core.layout import CHECKPOINTS, MEMORY
 from fedguild.core.payload import Payload
-from fedguild.measuring.log.records import RunLog, comparable
+from fedguild.measuring.log.records import Record, RunLog
 from fedguild.model.backbone import Backbone
 from fedguild.runs.setup import preparation
 from fedguild.server import checkpoint
@@ -35,6 +35,8 @@ SETTINGS = (
     "evaluation.max_new_tokens=2",
 )
 """Two clients can run 4 active experts, two of them 1."""
+MEASURED_FIELDS = frozenset({"seconds", "phase_seconds", "peak_memory_bytes"})
+"""The fields of records that depend on the machine and on timing; all others are the same in every repetition."""
 
 
 def save_model(folder: Path, family: str = "olmoe", make: Callable[..., Any] = tiny_model, **changes: Any) -> Path:
@@ -71,6 +73,14 @@ def load_models_once(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
 
     for module in modules:
         monkeypatch.setattr(f"fedguild.{module}.load_model", load)
+
+
+def comparable(records: Iterable[Record]) -> list[dict[str, Any]]:
+    """Returns the records as plain objects, without times and memory figures.
+
+    The result is equal for any two runs of one config and seed, interrupted or not.
+    """
+    return [record.model_dump(mode="json", exclude=set(MEASURED_FIELDS)) for record in records]
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from fedguild.core.layout import CHECKPOINTS
-from fedguild.measuring.log.records import RunLog, comparable
+from fedguild.measuring.log.records import RunLog
 from fedguild.runs import experiment
 from fedguild.server import checkpoint
-from tests.runs.runs import Ended, assert_same, ended, says, small_config, small_settings
+from tests.runs.runs import Ended, assert_same, comparable, ended, says, small_config, small_settings
 
 Complaint = Callable[..., str]
 TASKS = "flame/tiny-tasks"

@@ -21,13 +21,12 @@ from fedguild.measuring.log.records import (
     RoundRecord,
     RoutingRecord,
     RunLog,
-    comparable,
 )
 from fedguild.model.slots import SlotModel
 from fedguild.runs import experiment
 from fedguild.runs.experiment import RunResult, restore
 from fedguild.runs.scoring import evaluate_state
-from tests.runs.runs import small_config
+from tests.runs.runs import comparable, small_config
 
 FEDIT = "method={name: fedit, rank: 3, targets: [q_proj, experts]}"
 

@@ -14,9 +14,9 @@ from fedguild.config import Config
 from fedguild.core.codec import encode
 from fedguild.core.payload import Payload
 from fedguild.federation.testing import Driven, HostileClient, Message, drive
-from fedguild.measuring.log.records import comparable
 from fedguild.privacy.secure_sum.session import STEPS
 from fedguild.server.guard import not_finite
+from tests.runs.runs import comparable
 from tests.trust.conftest import config_of
 from tests.trust.fuzzing import mutate, mutate_step
 from tests.trust.test_attacks import assert_printable

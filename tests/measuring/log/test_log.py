@@ -17,8 +17,8 @@ from fedguild.measuring.log.records import (
     RoundRecord,
     RoutingRecord,
     RunLog,
-    comparable,
 )
+from tests.runs.runs import comparable
 
 
 def evaluation(round: int, score: float = 0.1 + 0.2) -> EvaluationRecord:

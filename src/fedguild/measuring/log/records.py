@@ -15,7 +15,7 @@ import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Annotated, Any, ClassVar, Literal, Self
+from typing import IO, Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -24,9 +24,6 @@ from fedguild.core.errors import CheckpointError, FedGuildError
 from fedguild.core.files import PRIVATE_FILE, make_folder, write_bytes
 from fedguild.core.score_names import Scope
 from fedguild.core.tail import Tail
-
-MEASURED_FIELDS = frozenset({"seconds", "phase_seconds", "peak_memory_bytes"})
-"""The fields that depend on the machine and on timing; all others are the same in every repetition."""
 
 
 class _Row(BaseModel):
@@ -283,14 +280,6 @@ Record = (
     RoundRecord | ClientRecord | EvaluationRecord | RoutingRecord | ObservationRecord | PrivacyRecord | TrafficRecord
 )
 _ANY_RECORD: TypeAdapter[Record] = TypeAdapter(Annotated[Record, Field(discriminator="kind")])
-
-
-def comparable(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Returns the records as plain objects, without times and memory figures.
-
-    The result is equal for any two runs of one config and seed, interrupted or not.
-    """
-    return [record.model_dump(mode="json", exclude=set(MEASURED_FIELDS)) for record in records]
 
 
 class RunLog:
