@@ -56,7 +56,7 @@ def command(
     if as_json:
         show_json([{"name": one.name, "title": one.title, "from": one.origin, "fault": one.fault} for one in plugins])
     else:
-        _show_all(plugins)
+        show(listing("method", "what it is", ((one.name, _said_of(one)) for one in plugins)))
         note("Those without a package in brackets come with fedguild.")
     if check and any(one.fault for one in plugins):
         raise FedGuildError("; ".join(one.warning for one in plugins if one.fault))
@@ -69,10 +69,6 @@ def _described(method: type[Method]) -> dict[str, Any]:
         "needs_experts": method.facts.needs_experts,
         "options": [vars(option) for option in settings_of(method.Settings)],
     }
-
-
-def _show_all(plugins: list[Found]) -> None:
-    show(listing("method", "what it is", ((one.name, _said_of(one)) for one in plugins)))
 
 
 def _said_of(plugin: Found) -> str:

@@ -134,14 +134,14 @@ class Plugins(Generic[T]):
         return self.accept(plugin.name, loaded)
 
 
-def discover(package: str, group: str, *, attribute: str = "", dashes: bool = False) -> tuple[Found, ...]:
+def discover(package: str, group: str) -> tuple[Found, ...]:
     """Returns the plug-ins of one kind, built-in ones first, then by name, without importing any.
 
     The parameters are the attributes of `Plugins`. A built-in plug-in keeps its name; if two other packages use the
     same name, neither is used. Both cases are recorded in `fault`. The search runs once per `sys.path`: packages
     installed later are found by the next process.
     """
-    return _discover(package, group, attribute, dashes, (), tuple(sys.path))
+    return _discover(package, group, "", False, (), tuple(sys.path))
 
 
 @lru_cache(maxsize=64)

@@ -57,5 +57,5 @@ class Note(Protocol):
         ...
 
 
-def unnoted(event: str, **values: Any) -> None:
-    """A `Note` that ignores everything."""
+def unnoted(event: object, **values: Any) -> None:
+    """A `Note` that ignores everything, also the facts of a secure session."""

@@ -38,6 +38,7 @@ from fedguild.export.weights import (
 from fedguild.model.families import FAMILIES
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes
+from fedguild.model.targets import leaf
 from fedguild.server.method import Deployment
 
 CONFIG_FILE = "adapter_config.json"
@@ -110,7 +111,7 @@ def peft_config(model: ModelInfo, plan: AdapterPlan, *, base: str, revision: str
     modules = [module if _in_layer(module) in others else _in_layer(module) for module in adapted]
     parameters = [_in_layer(name) for name in weights if _is_parameter(model, name)]
     alpha = plan.lora.scale * plan.lora.rank
-    fused = {_leaf(name): len(parts) for name, parts in weights.items() if len(parts) > 1}
+    fused = {leaf(name): len(parts) for name, parts in weights.items() if len(parts) > 1}
     return {
         "peft_type": "LORA",
         "task_type": "SEQ_2_SEQ_LM" if model.seq2seq else "CAUSAL_LM",
@@ -214,7 +215,3 @@ def _wrapper(weight: str) -> str:
 def _in_layer(weight: str) -> str:
     """Returns a weight's name within its layer, by which peft finds it in every layer."""
     return re.sub(r"^.*?\.\d+\.", "", weight)
-
-
-def _leaf(weight: str) -> str:
-    return weight.rsplit(".", 1)[-1]

@@ -18,6 +18,11 @@ MADE_LATER = ("models/smollm2-135m", "models/smollm2-moe")
 """Folders of presets that `make smollm2` writes, relative to the working directory."""
 
 
+def is_on_hub(path: str) -> bool:
+    """Whether `model.path` is an id on the hub: neither a packaged model nor a path on this machine."""
+    return path not in PACKAGED and not Path(path).exists()
+
+
 def packaged(name: str) -> Path | None:
     """Returns the folder of the packaged model of this name; None if there is none.
 

@@ -118,6 +118,11 @@ def leaf(name: str) -> str:
     return name.rsplit(".", 1)[-1]
 
 
+def layer_of(name: str) -> str:
+    """Returns the path of the experts that a tensor belongs to: `….experts` of `….experts.up_proj.lora_A`."""
+    return name.rsplit(".", 2)[0]
+
+
 def _moe_shapes(moe: MoeInfo, targets: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     if "router" in targets:

@@ -27,6 +27,7 @@ from fedguild.measuring.log.index import (
     find_pages,
     find_runs,
 )
+from fedguild.measuring.log.records import PartitionRecord
 from fedguild.measuring.log.standing import STATUS
 from fedguild.report import comparison_figures, figures, units
 from fedguild.report.comparison import ComparisonTable, compare
@@ -252,7 +253,8 @@ def _run_page(run: Run, shown: Shown) -> dict[str, Any]:
         "clients": training_grid(totals) if len(totals) else None,
         "phases": [(name, units.duration(spent), spent / sum(phases.values())) for name, spent in phases.items()],
         "rejections": run.rejections(),
-        **_details(run),
+        "configs": [("Config", _yaml(run.config))],
+        "environment": list(flat(run.environment)),
     }
 
 
@@ -279,7 +281,7 @@ def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) 
     return {
         "title": " and ".join(runs) if len(runs) == 2 else ", ".join(runs),
         "facts": [fact for fact in _facts(first, method=False) if not fact.startswith("seed")]
-        + [f"{units.count_of(len(table.seeds), 'seed')} ({', '.join(map(str, table.seeds))})"],
+        + _seed_facts(table.seeds),
         "summary": comparison_summary(table),
         "scores": table.score_grid().leading("Mean"),
         "bars": wide_and_narrow(lambda width: comparison_figures.score_bars(table, width)),
@@ -446,18 +448,26 @@ def _cost_bars(costs: Mapping[str, Cost]) -> list[tuple[str, list[tuple[str, str
     ]
 
 
+def _shown_partition(run: Run) -> PartitionRecord | None:
+    """Returns the partition; None if it is unknown or empty, or if privacy was promised to the clients."""
+    partition = run.partition
+    return None if run.guarantee or partition is None or not (partition.counts and partition.labels) else partition
+
+
 def _partition_figure(run: Run, shown: Shown) -> Svg | Markup | None:
-    if run.guarantee or run.partition is None or not run.partition.counts or not run.partition.labels:
+    partition = _shown_partition(run)
+    if partition is None:
         return None
-    labels, counts, clients = run.partition.labels, np.asarray(run.partition.counts), _holders(run)
+    labels, counts, clients = partition.labels, np.asarray(partition.counts), _holders(run)
     return shown(lambda width: figures.partition_bubbles(labels, counts, clients, width))
 
 
 def _partition_values(run: Run) -> Grid | None:
-    if run.guarantee or run.partition is None or not run.partition.counts or not run.partition.labels:
+    partition = _shown_partition(run)
+    if partition is None:
         return None
-    counts = np.asarray(run.partition.counts)
-    return counts_grid(counts, _holders(run), run.partition.labels, "Examples of each label on each client")
+    counts = np.asarray(partition.counts)
+    return counts_grid(counts, _holders(run), partition.labels, "Examples of each label on each client")
 
 
 def _holders(run: Run) -> list[str]:
@@ -474,10 +484,6 @@ def _round_values(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) -> 
 
 def _client_name(client: int, budgets: Mapping[int, str]) -> str:
     return f"{budgets[client]} · {client}" if client in budgets else str(client)
-
-
-def _details(run: Run) -> dict[str, Any]:
-    return {"configs": [("Config", _yaml(run.config))], "environment": list(flat(run.environment))}
 
 
 def _yaml(config: Mapping[str, Any]) -> str:

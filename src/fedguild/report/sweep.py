@@ -90,7 +90,7 @@ class SweepTable:
     @property
     def best(self) -> Setting:
         """The setting with the highest mean over the seeds, the first in a tie; never one that diverged."""
-        return max(self.settings, key=lambda one: self._mean(one))
+        return max(self.settings, key=self._mean)
 
     @property
     def by_validation(self) -> bool:

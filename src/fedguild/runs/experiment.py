@@ -245,13 +245,8 @@ def restore(
     if number is None:
         raise CheckpointError(f"{output} has no complete round yet.", f"Continue with `fedguild resume {output}`.")
     saved = checkpoint.load(output / CHECKPOINTS, number, fingerprint=config.fingerprint())
-    known = dict.fromkeys(config.evaluation.metrics, _no_metric) if metrics is None else metrics
+    known = dict.fromkeys(config.evaluation.metrics, lambda *_: 0.0) if metrics is None else metrics
     return prepare(config, output, progress, metrics=known, trains=False), saved.state, number
-
-
-def _no_metric(prediction: str, reference: str) -> float:
-    """Stands for a metric where nothing is scored."""
-    return 0.0
 
 
 def _begin(experiment: Experiment) -> Payload:

@@ -40,7 +40,7 @@ from fedguild.export.per_expert import factors_from_experts, write_per_expert
 from fedguild.export.weights import beyond_weights, in_one_adapter
 from fedguild.measuring.log.folder import load_run
 from fedguild.model.backbone import Backbone, load_backbone
-from fedguild.model.packaged import PACKAGED, packaged
+from fedguild.model.packaged import PACKAGED, is_on_hub, packaged
 from fedguild.model.pretrained import is_gguf, load_tokenizer
 from fedguild.runs.experiment import restore
 from fedguild.runs.scoring import evaluated_plan
@@ -373,7 +373,7 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
     """
     budget, deployment = _deployed(experiment, state, number, subject)
     path = experiment.config.model.path
-    is_hub_id = path not in PACKAGED and not Path(path).exists()
+    on_hub = is_on_hub(path)
     origin = Origin(
         run=experiment.config.name,
         method=experiment.method.title,
@@ -381,8 +381,8 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
         budget=budget.name,
         client=subject.client,
         base=path if path in PACKAGED else _named(path),
-        base_code=f'"{path}"' if is_hub_id else f'folder + "/{BASE}"',
-        hub_id=path if is_hub_id else "",
+        base_code=f'"{path}"' if on_hub else f'folder + "/{BASE}"',
+        hub_id=path if on_hub else "",
         privacy="" if subject.client else _privacy(experiment, number),
     )
     return deployment, origin

@@ -152,12 +152,11 @@ def diagnosed(experiment: Experiment, state: Payload, number: int) -> list[Recor
 
     Empty for a dense model, for a method without a global model, and if the engine's processes hold the weights.
     """
-    settings, method, model = experiment.config.evaluation, experiment.method, experiment.backbone.info
+    settings, model = experiment.config.evaluation, experiment.backbone.info
     texts = experiment.data.pooled(settings.split, DIAGNOSED_TEXTS, experiment.config.seed)
     if not model.moe or not texts or experiment.scorer is not None:
         return []
-    found = [(budget, method.deploy(state, model, budget)) for budget in experiment.budgets]
-    deployed = [(budget, deployment) for budget, deployment in found if deployment is not None]
+    deployed = [(budget, one) for _, budget, one in _global_models(experiment, state)]
     if not deployed or any(_identity(one.merged) != _identity(deployed[0][1].merged) for _, one in deployed):
         return []
     plans = [evaluated_plan(experiment, budget, deployment) for budget, deployment in deployed]

@@ -25,13 +25,9 @@ class WeightedMean:
     quotient of the two sums but neither overflows nor underflows with the weights, and returns a
     single client's tensors, or those that all clients agree on, bit by bit. Where a weight is zero, x may be anything,
     NaN too.
-
-    Args:
-        dtype: Of the means.
     """
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self._dtype = dtype
+    def __init__(self) -> None:
         self._means: dict[str, Tensor] = {}
         self._totals: dict[str, Tensor] = {}
 
@@ -64,7 +60,7 @@ class WeightedMean:
         unknown = sorted(self._means.keys() - fallback.keys())
         if unknown:
             raise ValueError(f"No fallback for the added tensors {', '.join(unknown)}.")
-        return {name: self.of(name, kept.to(self._dtype)) for name, kept in fallback.items()}
+        return {name: self.of(name, kept.float()) for name, kept in fallback.items()}
 
     @property
     def names(self) -> Iterable[str]:
@@ -92,7 +88,7 @@ class WeightedMean:
 
     def _add(self, name: str, tensor: Tensor, weight: Weight) -> None:
         broadcast, smallest = _over_leading(name, tensor, weight)
-        value = tensor.detach().to(self._dtype)
+        value = tensor.detach().float()
         mean = self._means.get(name)
         if mean is None:
             mean = self._means[name] = torch.zeros_like(value)
@@ -104,7 +100,7 @@ class WeightedMean:
         else:
             value = torch.where(broadcast > 0, value, mean)  # 0 * NaN is NaN, and 0 * infinity too
             share = torch.where(total > 0, broadcast / total, 0.0)
-        mean.lerp_(value, share.to(self._dtype))
+        mean.lerp_(value, share.float())
 
 
 def rank_axis(name: str) -> int | None:

@@ -1,6 +1,8 @@
-"""Checks of a budget against the model and the global adapter: active experts up to top-k, ranks up to its rank."""
+"""Checks of budgets: active experts up to the model's top-k, ranks up to the global adapter's, names in options."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 from fedguild.client.budget import Budget
 from fedguild.core.errors import ConfigError
@@ -38,3 +40,19 @@ def require_within_rank(budget: Budget, rank: int) -> int:
             f"Set federation.budgets[].rank from 1 to {rank}, or raise method.rank.",
         )
     return budget.rank
+
+
+def require_budgets(key: str, named: Iterable[str], budgets: Sequence[Budget]) -> None:
+    """Checks the budgets' names in an option.
+
+    Args:
+        key: The option's key in the config, for example `method.memory`.
+        named: The names.
+        budgets: The run's budgets.
+
+    Raises:
+        ConfigError: no budget has such a name.
+    """
+    known = {budget.name for budget in budgets}
+    if unknown := sorted(set(named) - known):
+        raise ConfigError(f"{key}: no budget is called {', '.join(unknown)}.", f"Known: {', '.join(sorted(known))}.")

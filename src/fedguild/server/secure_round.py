@@ -22,6 +22,7 @@ from fedguild.client.cohort import LocalReport
 from fedguild.core.accounting import Traffic, size_bytes
 from fedguild.core.errors import FedGuildError, QuorumError, UploadError
 from fedguild.core.payload import Payload
+from fedguild.core.progress import unnoted
 from fedguild.core.text import printable
 from fedguild.model.info import ModelInfo
 from fedguild.privacy.secure_sum.fixed_point import LARGEST_VALUE, Means
@@ -81,10 +82,6 @@ class Aggregated:
     traffic: Mapping[int, Traffic]
     bounds: Mapping[str, float]
     faults: Mapping[int, str]
-
-
-def unnoted(facts: Mapping[str, Any]) -> None:
-    """Takes no note of a session, where nobody audits it."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ def test_an_adapter_of_a_model_that_is_not_on_the_hub_is_merged(routed_runs, mon
 
     folder = routed_runs["ub-smoe"]
     assert [pushing._pushable(folder, form) for form in ("peft", "per-expert", "code")] == ["merged", "merged", "code"]
-    monkeypatch.setattr(pushing, "_on_hub", lambda path: True)
+    monkeypatch.setattr(pushing, "is_on_hub", lambda path: True)
     assert pushing._pushable(folder, "peft") == "peft"
 
 

@@ -74,7 +74,6 @@ def exchanges(
     absences: bool = True,
     wire_dtype: torch.dtype = torch.float32,
     limit: int = LIMIT,
-    seed: int = 0,
 ) -> Exchanges:
     """Returns the payloads exchanged in the first rounds, in bytes.
 
@@ -93,7 +92,7 @@ def exchanges(
     rounds = rounds or method.facts.costs.rounds + period - 1
     with ShapesOnly(limit):
         roster = Roster(list(budgets) or list(_last_of_budgets(clients)), clients)
-        states = [method.start(model, roster, torch_rng(seed, "start"))]
+        states = [method.start(model, roster, torch_rng(0, "start"))]
         for number in range(1, rounds):
             states.append(_after(method, states[-1], model, asked, number))
         per_round = [

@@ -22,9 +22,6 @@ class Spread:
     std: float
     count: int
 
-    def __str__(self) -> str:
-        return f"{self.mean:.3f} ± {self.std:.3f}"
-
 
 def spread(values: Sequence[float]) -> Spread:
     """Returns mean and sample standard deviation of one value per seed.

@@ -60,14 +60,16 @@ from fedguild.methods.fedmoe.adjusting import adjusted_sets, recommendation, sim
 from fedguild.methods.fedmoe.fitting import fitted_sets
 from fedguild.methods.fedmoe.held_experts import HeldExperts
 from fedguild.methods.fedmoe.observations import observations
-from fedguild.methods.fedmoe.options import limits_of, require_budgets, require_targets, task_numbers
-from fedguild.methods.fedmoe.rows import all_rows, by_part, full_tensors, held_rows, holder_weights, layer_of, together
+from fedguild.methods.fedmoe.options import limits_of, require_targets, task_numbers
+from fedguild.methods.fedmoe.rows import all_rows, by_part, full_tensors, held_rows, holder_weights, together
 from fedguild.methods.fedmoe.sub_moes import TRYING, SubMoes
 from fedguild.methods.fedmoe.validation import Validation, validate
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
+from fedguild.model.targets import layer_of
+from fedguild.server.limits import require_budgets
 from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Observation, Own, Roster, ServerCosts
 from fedguild.server.schema import Bound, Entry, Schema, entries
 from fedguild.server.settings import LoraSettings, Rank
@@ -142,7 +144,7 @@ class FedMoe(Method):
                 are more or fewer tasks than clients.
         """
         settings = self.settings
-        require_budgets(settings.memory, roster.budgets)
+        require_budgets("method.memory", settings.memory, roster.budgets)
         dense, experts = by_part(model, initial_adapter(model, self.plan(model, roster.budgets[0]), rng))
         for budget in roster.budgets:
             limits_of(model, budget, settings.memory, settings.memory_share)

@@ -23,19 +23,6 @@ def require_targets(targets: Sequence[str]) -> None:
         )
 
 
-def require_budgets(memory: Mapping[str, float], budgets: Sequence[Budget]) -> None:
-    """Checks the names of `method.memory`.
-
-    Raises:
-        ConfigError: no budget has such a name.
-    """
-    names = {budget.name for budget in budgets}
-    if unknown := sorted(set(memory) - names):
-        raise ConfigError(
-            f"method.memory: no budget is called {', '.join(unknown)}.", f"Known: {', '.join(sorted(names))}."
-        )
-
-
 def limits_of(model: ModelInfo, budget: Budget, memory: Mapping[str, float], memory_share: float) -> Limits:
     """Returns the limits of the sets of a budget's clients, alpha memory_k.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedguild.model.adapters.full_router import delta_name
 from fedguild.model.info import ModelInfo
+from fedguild.model.targets import layer_of
 
 Value = TypeVar("Value")
 ROUTER_ROWS = "router.delta"
@@ -30,11 +31,6 @@ def together(model: ModelInfo, dense: Mapping[str, Value], experts: Mapping[str,
     """Returns the trainables of both kinds by the adapter's names, the inverse of `by_part`."""
     routers = {f"{layer.experts}.{ROUTER_ROWS}": delta_name(layer.router) for layer in model.moe}
     return {**dense, **{routers.get(name, name): value for name, value in experts.items()}}
-
-
-def layer_of(name: str) -> str:
-    """Returns the path of the experts that a name with a row for each of them belongs to."""
-    return name.rsplit(".", 2)[0]
 
 
 def held_rows(experts: Mapping[str, Tensor], held: Mapping[str, Tensor]) -> dict[str, Tensor]:

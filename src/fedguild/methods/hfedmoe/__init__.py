@@ -46,12 +46,11 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.observing import observing
 from fedguild.client.training import load_received
-from fedguild.core.errors import ConfigError
 from fedguild.core.payload import ADAPTER, Payload
 from fedguild.methods.hfedmoe.importance import Importance
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.server.limits import require_within_top_k
+from fedguild.server.limits import require_budgets, require_within_top_k
 from fedguild.server.method import Facts, Method, Roster, ServerCosts
 from fedguild.server.schema import Bound, Schema, entries
 from fedguild.server.settings import LoraSettings, Rank, Targets
@@ -120,11 +119,7 @@ class HFedMoe(Method):
         Raises:
             ConfigError: `experts` names an unknown budget.
         """
-        names = {budget.name for budget in roster.budgets}
-        if unknown := sorted(set(self.settings.experts) - names):
-            raise ConfigError(
-                f"method.experts: no budget is called {', '.join(unknown)}.", f"Known: {', '.join(sorted(names))}."
-            )
+        require_budgets("method.experts", self.settings.experts, roster.budgets)
         return Payload.of({ADAPTER: initial_adapter(model, self.plan(model, roster.budgets[0]), rng)})
 
     def local_update(self, cohort: Cohort) -> list[Payload]:

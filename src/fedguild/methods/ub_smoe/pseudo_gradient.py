@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedguild.model.adapters.storage import SlotTensor
+from fedguild.model.targets import layer_of
 
 Scaling = Literal["none", "root", "linear", "inverse_root", "log"]
 Inactivity = Literal["batch", "token", "none"]
@@ -80,14 +81,14 @@ def expert_norms(gradient: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns path of a layer's experts -> [M] fp64, the norm of each expert's part of a gradient."""
     squares: dict[str, Tensor] = defaultdict(lambda: torch.zeros((), dtype=torch.float64))
     for name, value in gradient.items():
-        squares[_layer(name)] = squares[_layer(name)] + value.double().square().flatten(1).sum(dim=1)
+        squares[layer_of(name)] = squares[layer_of(name)] + value.double().square().flatten(1).sum(dim=1)
     return {layer: square.sqrt() for layer, square in squares.items()}
 
 
 def _scaled(gradient: Mapping[str, Tensor], factors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns a gradient of experts times a factor for each expert, by the path of a layer's experts -> [M]."""
     return {
-        name: value * factors[_layer(name)].to(value.dtype).view(-1, *[1] * (value.dim() - 1))
+        name: value * factors[layer_of(name)].to(value.dtype).view(-1, *[1] * (value.dim() - 1))
         for name, value in gradient.items()
     }
 
@@ -118,7 +119,7 @@ class ExpertGradients:
     """
 
     def __init__(self, trainables: Mapping[str, SlotTensor], experts: Sequence[str], norm: Norm = "published") -> None:
-        self._layers = [[t for name, t in trainables.items() if _layer(name) == path] for path in experts]
+        self._layers = [[t for name, t in trainables.items() if layer_of(name) == path] for path in experts]
         sizes = [tensor.stored.shape[:2] for layer in self._layers for tensor in layer[:1]]
         most, slots = max(size[0] for size in sizes), sizes[0][1]
         device = self._layers[0][0].stored.device
@@ -149,7 +150,7 @@ class ExpertGradients:
                     self._buffers[trainable.name] = torch.zeros_like(trainable.stored, requires_grad=False)
                 trainable.own(slot, of=self._buffers[trainable.name]).copy_(value * rho)
                 self._present[index, slot, : len(moved)] |= moved
-            sizes = norms[_layer(layer[0].name)] * rho
+            sizes = norms[layer_of(layer[0].name)] * rho
             self._sizes[index, slot, : len(sizes)] = sizes.to(self._sizes.device)
 
     @torch.no_grad()
@@ -227,8 +228,3 @@ class ExpertGradients:
 def experts_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Returns the LoRA of the experts: `….experts.up_proj.lora_A`, not that of attention or routers."""
     return {name: value for name, value in tensors.items() if ".experts." in name}
-
-
-def _layer(name: str) -> str:
-    """Returns the path of the experts that a LoRA tensor belongs to: `….experts` of `….experts.up_proj.lora_A`."""
-    return name.rsplit(".", 2)[0]

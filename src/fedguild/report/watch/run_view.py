@@ -292,7 +292,7 @@ class RunView(FollowedRun):
     def _on_begun(self, event: Mapping[str, Any], at: float) -> None:
         again = self._ending is not None or self._line_number > 0
         self._now, self._ending = _Now(), None
-        self._calm("idle")
+        self._calm()
         self._say(at, "The run goes on." if again else "The run begins.")
 
     def _on_stage(self, event: Mapping[str, Any], at: float) -> None:
@@ -300,7 +300,7 @@ class RunView(FollowedRun):
         self._say(at, f"{event['text']}.")
 
     def _on_round(self, event: Mapping[str, Any], at: float) -> None:
-        self._calm("idle")
+        self._calm()
         self._now = _Now(round=event["round"], phase="train", started=at)
         self._say(at, f"Round {event['round']} of {event['rounds']}.")
 
@@ -387,7 +387,7 @@ class RunView(FollowedRun):
     def _end(self, event: Mapping[str, Any], at: float, text: str) -> None:
         self._ending = event["event"], str(event.get("reason", ""))
         self._now.phase, self._now.stage, self._now.step = "", "", ()
-        self._calm("idle", only=("asked", "training", "late"))
+        self._calm(only=("asked", "training", "late"))
         for client, row in self._clients.items():
             if row.online is not None:
                 row = self.row(client)
@@ -406,12 +406,12 @@ class RunView(FollowedRun):
         else:
             self._busy.discard(client)
 
-    def _calm(self, state: str, only: tuple[str, ...] = ()) -> None:
+    def _calm(self, only: tuple[str, ...] = ()) -> None:
         """Resets the clients' states after a round, except for those that have left for good."""
         for client, row in self._clients.items():
-            if row.state != "gone" and row.state != state and (not only or row.state in only):
+            if row.state not in ("gone", "idle") and (not only or row.state in only):
                 changed = self.row(client)
-                changed.state, changed.note, changed.since = state, "", None
+                changed.state, changed.note, changed.since = "idle", "", None
         self._busy.clear()
 
     def _find_late(self) -> None:

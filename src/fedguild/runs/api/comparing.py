@@ -14,7 +14,7 @@ from fedguild.core.errors import CheckpointError, ConfigError, nearest
 from fedguild.measuring.log.index import COMPARISON_FILE, PLAN_FILE, read_plan
 from fedguild.runs.api.inputs import gather
 from fedguild.runs.api.launch import Launch, ProgressOf, Tell, say_nothing, silent
-from fedguild.runs.api.run_grid import SEEDS, Cell, Row, RunGrid, plan_grid, table_rows
+from fedguild.runs.api.run_grid import SEEDS, Row, RunGrid, plan_grid, table_rows
 from fedguild.runs.results import Comparison
 
 if TYPE_CHECKING:
@@ -170,7 +170,10 @@ def _compared(grid: RunGrid, table: Table | None) -> Comparison:
     from fedguild.report.overview import CSV_FILE, write_tables
 
     runs = {cell.folder: load_run(cell.folder) for cell in grid.cells}
-    folders = {column: _folders(grid.rows(column)) for column in grid.columns}
+    folders = {
+        column: {row: [cell.folder for cell in cells] for row, cells in grid.rows(column).items()}
+        for column in grid.columns
+    }
     drawn = _table_figures(grid, runs, table) if table else {}
     by_column, pages = {}, {}
     for column, rows in folders.items():
@@ -184,10 +187,6 @@ def _compared(grid: RunGrid, table: Table | None) -> Comparison:
     comparison = Comparison(grid.folder, by_column, folders, pages, grid.table, scores, overview)
     write_text(grid.folder / CSV_FILE, comparison.frame().to_csv(index=False))
     return comparison
-
-
-def _folders(rows: Mapping[str, Sequence[Cell]]) -> dict[str, list[Path]]:
-    return {name: [cell.folder for cell in cells] for name, cells in rows.items()}
 
 
 def _table_figures(grid: RunGrid, runs: Mapping[Path, Run], table: Table) -> dict[str, Callable[[float], Svg]]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from fedguild.config import Config, load_config
+from fedguild.config.loading import default_name
 from fedguild.config.yaml_reading import parse
 from fedguild.core.errors import ConfigError, DataError, FedGuildError, nearest
 from fedguild.data.corpora import CORPORA, corpus_spec
@@ -210,7 +211,7 @@ def check(text: str, file: Path) -> Config:
     """
     from fedguild.runs.setup import check_config, prepare_data
 
-    config = load_config({**parse(text, str(file)), "name": _name(file)})
+    config = load_config({**parse(text, str(file)), "name": default_name(file)})
     check_config(config)
     if config.data.train is None and corpus_spec(config.data.dataset).generate is None:
         return config
@@ -301,9 +302,3 @@ def _text(value: str | None) -> str:
 
 def _flow(options: Mapping[str, str]) -> str:
     return "{" + ", ".join(f"{key}: {_text(value)}" for key, value in options.items()) + "}"
-
-
-def _name(file: Path) -> str:
-    from fedguild.config.loading import default_name
-
-    return default_name(file)

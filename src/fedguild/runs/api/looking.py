@@ -242,11 +242,11 @@ def _read(file: Path) -> str:
 
 def _cut(config: Config, data: PreparedData) -> Cut | None:
     """Returns how many training texts are cut; None if the tokenizer is not on this machine."""
-    from fedguild.model.packaged import PACKAGED
+    from fedguild.model.packaged import is_on_hub
     from fedguild.runs.setup import cut_of, encoded_texts, tokenizer_of
 
-    model, longest = config.model, config.data.max_length
-    if model.path not in PACKAGED and not Path(model.path).exists():
+    if is_on_hub(config.model.path):
         return None
+    longest = config.data.max_length
     tokenizer = tokenizer_of(config)
     return cut_of(data, encoded_texts(data, tokenizer, longest), tokenizer, longest)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fedguild.config.renamed import answers_old_arguments
 from fedguild.core.errors import ConfigError, FedGuildError, first_line
 from fedguild.core.layout import CONFIG
+from fedguild.model.packaged import is_on_hub
 from fedguild.runs.api.models import folder_of, subject_of
 from fedguild.runs.results import RunResult
 
@@ -78,14 +79,8 @@ def _pushable(folder: Path, format: Form) -> Form:
     from fedguild.config import load_saved
 
     written = folder / CONFIG
-    on_disk = written.is_file() and not _on_hub(load_saved(written).model.path)
+    on_disk = written.is_file() and not is_on_hub(load_saved(written).model.path)
     return "merged" if format in ("peft", "per-expert") and on_disk else format
-
-
-def _on_hub(path: str) -> bool:
-    from fedguild.model.packaged import PACKAGED
-
-    return path not in PACKAGED and not Path(path).exists()
 
 
 def _upload(api: Any, to: str, folder: Path, public: bool) -> Any:

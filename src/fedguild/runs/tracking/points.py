@@ -74,10 +74,6 @@ def _plain(name: str) -> str:
     return _UNUSUAL.sub("_", name)
 
 
-def _client(index: int) -> str:
-    return client_name(index)
-
-
 def _values(record: Record, clients: bool) -> Iterator[tuple[str, float]]:
     match record:
         case EvaluationRecord(scope=scope, name=name):
@@ -85,14 +81,14 @@ def _values(record: Record, clients: bool) -> Iterator[tuple[str, float]]:
                 yield f"score/{scope}/{name}", record.score
                 yield from ((f"metric/{scope}/{name}/{metric}", value) for metric, value in record.metrics.items())
         case ClientRecord() if clients:
-            name = _client(record.client)
+            name = client_name(record.client)
             if record.train_loss is not None:
                 yield f"loss/{name}", record.train_loss
             yield f"upload_bytes/{name}", record.upload_bytes
             yield f"download_bytes/{name}", record.download_bytes
         case PrivacyRecord() if clients:
             for index, epsilon in zip(record.clients, record.epsilon, strict=True):
-                yield f"epsilon/{_client(index)}", epsilon
+                yield f"epsilon/{client_name(index)}", epsilon
         case ObservationRecord(columns=[]):
             for row, (value, *_) in zip(record.rows, record.values, strict=True):
                 yield f"observed/{record.name}/{row}", value
