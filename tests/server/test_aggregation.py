@@ -120,8 +120,8 @@ def test_each_rank_row_is_averaged_over_its_holders(ranks):
     fallback = adapter(5, seed=77)
     mean = WeightedMean()
     for client, weight in zip(clients, weights, strict=True):
-        padded, held = pad_rank(client, 5)
-        mean.add(padded, {name: weight * held[name] for name in padded})
+        held = pad_rank({name: torch.ones_like(tensor) for name, tensor in client.items()}, 5)
+        mean.add(pad_rank(client, 5), {name: weight * held[name] for name in held})
     found = mean.result(fallback)
     for name in fallback:
         by_row = as_rows(name, fallback[name])

@@ -4,7 +4,7 @@ import pytest
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config.federation import FederationSettings
-from fedguild.core.errors import ConfigError, QuorumError
+from fedguild.core.errors import QuorumError
 from fedguild.server.sampling import fastest, quorum_count, require_quorum, sample
 
 
@@ -43,24 +43,12 @@ def test_every_client_is_drawn_about_equally_often():
     assert max(abs(count - 200) for count in counts.values()) < 50
 
 
-@pytest.mark.parametrize("participation", [0.0, -0.1, 1.01, float("nan")])
-def test_a_participation_out_of_range_is_refused(participation):
-    with pytest.raises(ConfigError, match="client_fraction must be above 0 and at most 1"):
-        sample(1, clients(4), participation, seed=0)
-
-
 @pytest.mark.parametrize(
     ("asked", "quorum", "expected"),
-    [(10, 0.5, 5), (9, 0.5, 5), (100, 0.07, 7), (10, 1.0, 10), (10, 1, 1), (10, 3, 3), (10, 0, 1), (10, 0.0, 1)],
+    [(10, 0.5, 5), (9, 0.5, 5), (100, 0.07, 7), (10, 1.0, 10), (10, 1e-12, 1)],
 )
-def test_a_quorum_counts_clients_or_is_a_share_rounded_up(asked, quorum, expected):
+def test_a_quorum_is_a_share_rounded_up_and_at_least_one(asked, quorum, expected):
     assert quorum_count(asked, quorum) == expected
-
-
-@pytest.mark.parametrize("quorum", [-1, -0.5, 1.5])
-def test_an_impossible_quorum_is_refused(quorum):
-    with pytest.raises(ConfigError, match=rf"quorum must be .* but is {quorum}"):
-        quorum_count(4, quorum)
 
 
 def test_too_few_valid_uploads_raise_with_counts_and_reasons():

@@ -8,18 +8,11 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from fedguild.config.base import Section
-from fedguild.core.errors import ConfigError
 from fedguild.core.score_names import SCORES
 
 
 def wanted_count(clients: int, client_fraction: float) -> int:
-    """Returns the number of uploads that a round wants: client_fraction * clients, a half rounded up, at least 1.
-
-    Raises:
-        ConfigError: client_fraction is out of range.
-    """
-    if not 0.0 < client_fraction <= 1.0:
-        raise ConfigError(f"client_fraction must be above 0 and at most 1, but is {client_fraction}.")
+    """Returns the number of uploads that a round wants: client_fraction * clients, a half rounded up, at least 1."""
     return max(math.floor(client_fraction * clients + 0.5), 1)
 
 

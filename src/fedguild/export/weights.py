@@ -144,7 +144,7 @@ def in_one_adapter(deployment: Deployment) -> Deployment:
             f"{module}.{DOWN}": torch.cat([down.to(up) for down, _ in pairs], dim=-2),
             f"{module}.{UP}": torch.cat([other.to(up) for _, other in pairs], dim=-1),
         }
-        tensors |= pad_rank(joined, rank)[0]
+        tensors |= pad_rank(joined, rank)
     return Deployment(plan.with_lora(rank=rank, scale=1.0), tensors)
 
 

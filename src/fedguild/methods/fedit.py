@@ -75,8 +75,7 @@ class FedIT(Method):
         settings = self.settings
         rank = require_within_rank(budget, settings.rank) if settings.rank_by_budget else settings.rank
         active = require_within_top_k(model, budget) if settings.active_experts == "budget" else None
-        scale = settings.scale_of(replace(budget, rank=rank))
-        return AdapterPlan((settings.lora_of(rank, scale),), active)
+        return AdapterPlan((settings.lora_of(replace(budget, rank=rank)),), active)
 
     def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1."""

@@ -71,12 +71,8 @@ class FlexLoRA(Method):
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""
-        rank = require_within_rank(budget, self.settings.rank)
-        return AdapterPlan((self.settings.lora_of(rank, self.scale_of(budget)),))
-
-    def scale_of(self, budget: Budget) -> float:
-        """Returns s_c."""
-        return self.settings.scale_of(budget)
+        require_within_rank(budget, self.settings.rank)
+        return AdapterPlan((self.settings.lora_of(budget),))
 
     def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1; Delta W is 0."""
@@ -89,7 +85,7 @@ class FlexLoRA(Method):
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 5 and 6, the clients in their order; holds all uploads, but one module's sum at a time."""
-        parts = scaled_products(collected(uploads), self.scale_of)
+        parts = scaled_products(collected(uploads), self.settings.scale_of)
         if not parts:
             return state
         before = by_module(state.part(ADAPTER))

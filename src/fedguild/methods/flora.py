@@ -73,11 +73,7 @@ class Flora(Method):
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""
-        return AdapterPlan((self.settings.lora_of(budget.rank, self.scale_of(budget)),), merges=True)
-
-    def scale_of(self, budget: Budget) -> float:
-        """Returns s_c."""
-        return self.settings.scale_of(budget)
+        return AdapterPlan((self.settings.lora_of(budget),), merges=True)
 
     def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Returns the state of the published backbone; Delta W is 0."""
@@ -103,7 +99,7 @@ class Flora(Method):
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 4; holds all uploads, as the stack does."""
         received = collected(uploads)
-        parts = scaled_products(received, self.scale_of)
+        parts = scaled_products(received, self.settings.scale_of)
         if not parts:
             return state
         merged = appended(state, dict(weighted_product(parts)), received)

@@ -95,12 +95,7 @@ class Florist(Method):
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank with its scale; all of the model's experts stay active."""
-        lora = self.settings.lora_of(budget.rank, self.scale_of(budget))
-        return AdapterPlan((lora,), merges=self.settings.next_round != "truncate")
-
-    def scale_of(self, budget: Budget) -> float:
-        """Returns s_c."""
-        return self.settings.scale_of(budget)
+        return AdapterPlan((self.settings.lora_of(budget),), merges=self.settings.next_round != "truncate")
 
     def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Returns the state of the published backbone, without a pair."""
@@ -129,7 +124,7 @@ class Florist(Method):
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 4 to 7; holds all uploads, but one module's stack at a time."""
         received = collected(uploads)
-        parts = scaled_products(received, self.scale_of)
+        parts = scaled_products(received, self.settings.scale_of)
         if not parts:
             return state
         pair = {
@@ -153,7 +148,7 @@ class Florist(Method):
             plan = self.plan(model, budget)
             return Deployment(plan, zero_adapter(model, plan), merges(state))
         rank = max(factors.rank for factors in by_module(pair).values())
-        return Deployment(AdapterPlan((Lora(rank, 1.0, self.settings.targets),)), pad_rank(pair, rank)[0])
+        return Deployment(AdapterPlan((Lora(rank, 1.0, self.settings.targets),)), pad_rank(pair, rank))
 
 
 def thresholded(svd: Svd, threshold: float) -> Factors:

@@ -100,9 +100,8 @@ class HetLoRA(Method):
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank, the highest that its clients ever have; all experts stay active."""
-        settings = self.settings
-        rank = require_within_rank(budget, settings.rank)
-        return AdapterPlan((settings.lora_of(rank, settings.scale_of(budget)),))
+        require_within_rank(budget, self.settings.rank)
+        return AdapterPlan((self.settings.lora_of(budget),))
 
     def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1: every client's rank is its budget's."""
@@ -119,7 +118,7 @@ class HetLoRA(Method):
         """Lines 4 and 5."""
         adapters = [whole_adapter(work.download) for work in cohort.work]
         for slot, adapter in enumerate(adapters):
-            cohort.load(slot, pad_rank(adapter, cohort.model.plans[slot].lora.rank)[0])
+            cohort.load(slot, pad_rank(adapter, cohort.model.plans[slot].lora.rank))
         ranks = [rank_of(adapter) for adapter in adapters]
         starts = [tail_start(self.settings.gamma, rank) for rank in ranks]
         received = tail_products(cohort.trainables, starts).detach()

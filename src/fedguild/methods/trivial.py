@@ -67,8 +67,7 @@ class Trivial(Method):
 
     def plan(self, model: ModelInfo, budget: Budget) -> AdapterPlan:
         """Returns LoRA at the budget's rank; all of the model's experts stay active."""
-        settings = self.settings
-        plan = AdapterPlan((settings.lora_of(budget.rank, settings.scale_of(budget)),))
+        plan = AdapterPlan((self.settings.lora_of(budget),))
         return replace(plan, beside=plan)  # the slots that train, for one budget at a time
 
     def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:

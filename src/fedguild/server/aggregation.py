@@ -128,38 +128,30 @@ def truncate_rank(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]
     return truncated
 
 
-def pad_rank(tensors: Mapping[str, Tensor], rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns a client's tensors zero-padded to `rank`, and masks of the rank rows that it holds.
-
-    The second mapping goes into the weights of `WeightedMean.add`, so that each rank row is averaged over its holders
-    only: `{name: examples * held[name] for name in padded}`. Without it the zeros would enter the average.
+def pad_rank(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """Returns a client's tensors zero-padded to `rank`.
 
     Args:
         tensors: Name -> lora_A [.., r_c, in], lora_B [.., out, r_c], or a tensor without a rank.
         rank: The highest rank r of all clients.
 
     Returns:
-        padded: Name -> [.., r, in], [.., out, r], or the tensor itself.
-        held: Name -> fp32 ones for the first r_c and zeros up to r, as [1, .., r, 1] for lora_A and
-            [1, .., 1, r] for lora_B; one 1 for a tensor without a rank.
+        Name -> [.., r, in], [.., out, r], or the tensor itself.
 
     Raises:
         ValueError: a tensor's rank is already higher.
     """
-    padded, held = {}, {}
+    padded = {}
     for name, tensor in tensors.items():
         axis = rank_axis(name)
-        shape = [1] * tensor.dim()
         if axis is None:
-            padded[name], held[name] = tensor, torch.ones(shape, device=tensor.device)
+            padded[name] = tensor
             continue
         own_rank = tensor.shape[axis]
         if own_rank > rank:
             raise ValueError(f"'{name}' has the rank {own_rank}; it cannot be padded to {rank}.")
         padded[name] = pad(tensor, (0, 0) * (-axis - 1) + (0, rank - own_rank))
-        shape[axis] = rank
-        held[name] = (torch.arange(rank, device=tensor.device) < own_rank).to(torch.float32).reshape(shape)
-    return padded, held
+    return padded
 
 
 def activation_weights(frequency: Mapping[str, Tensor], examples: float, temperature: float) -> dict[str, Tensor]:

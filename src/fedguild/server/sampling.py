@@ -35,11 +35,9 @@ def sample(
         over_selection: Additional clients to ask, as a share of the wanted number, at least 0.
 
     Raises:
-        ConfigError: a share is out of range, or there is no client.
+        ConfigError: there is no client.
     """
     wanted = wanted_count(len(clients), participation)
-    if over_selection < 0.0:
-        raise ConfigError(f"over_selection must be at least 0, but is {over_selection}.")
     if not clients:
         raise ConfigError("A round needs at least one client, but the federation has none.")
     ordered = sorted(clients, key=lambda client: client.index)
@@ -48,24 +46,17 @@ def sample(
     return [ordered[position] for position in sorted(drawn.tolist())]
 
 
-def quorum_count(asked: int, quorum: float | int) -> int:
+def quorum_count(asked: int, quorum: float) -> int:
     """Returns the number of the `asked` clients that must deliver, at least 1.
 
     Args:
         asked: Clients that the round asked.
-        quorum: An int counts clients; a float is their share, from 0.0 to 1.0, rounded up.
-
-    Raises:
-        ConfigError: the quorum is negative, or a share above 1.0.
+        quorum: Their share, above 0 and at most 1, rounded up to whole clients.
     """
-    is_share = isinstance(quorum, float)
-    if quorum < 0 or (is_share and quorum > 1.0):
-        raise ConfigError(f"quorum must be a number of clients or a share from 0.0 to 1.0, but is {quorum}.")
-    needed = math.ceil(quorum * asked - ROUNDING_SLACK) if is_share else int(quorum)
-    return max(needed, 1)
+    return max(math.ceil(quorum * asked - ROUNDING_SLACK), 1)
 
 
-def require_quorum(valid: int, asked: int, quorum: float | int, reasons: Mapping[str, str] | None = None) -> None:
+def require_quorum(valid: int, asked: int, quorum: float, reasons: Mapping[str, str]) -> None:
     """Raises unless enough clients delivered a valid upload.
 
     Args:
@@ -80,7 +71,7 @@ def require_quorum(valid: int, asked: int, quorum: float | int, reasons: Mapping
     needed = quorum_count(asked, quorum)
     if valid >= needed:
         return
-    listed = "".join(f"\n  {client}: {reason}" for client, reason in sorted((reasons or {}).items()))
+    listed = "".join(f"\n  {client}: {reason}" for client, reason in sorted(reasons.items()))
     raise QuorumError(
         f"{valid} of {asked} clients delivered a valid upload, but the quorum is {needed}.{listed}",
         "The last complete round is untouched: fix the clients and resume, or start anew with a lower "

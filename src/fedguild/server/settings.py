@@ -140,9 +140,9 @@ class UnequalRanksSettings(MethodSettings):
     dropout: Dropout = 0.0
     start_norm: StartNorm = None
 
-    def lora_of(self, rank: int, scale: float) -> Lora:
-        """Returns a client's LoRA."""
-        return Lora(rank, scale, self.targets, self.dropout, start_norm=self.start_norm)
+    def lora_of(self, budget: Budget) -> Lora:
+        """Returns the LoRA of a budget's clients."""
+        return Lora(budget.rank, self.scale_of(budget), self.targets, self.dropout, start_norm=self.start_norm)
 
     def scale_of(self, budget: Budget) -> float:
         """Returns the factor on the product of a budget's LoRA; see `scale_by_rank`."""
@@ -159,9 +159,9 @@ class AnyRanksSettings(MethodSettings):
     dropout: Dropout = 0.0
     start_norm: StartNorm = None
 
-    def lora_of(self, rank: int, scale: float) -> Lora:
-        """Returns a client's LoRA."""
-        return Lora(rank, scale, self.targets, self.dropout, start_norm=self.start_norm)
+    def lora_of(self, budget: Budget) -> Lora:
+        """Returns the LoRA of a budget's clients."""
+        return Lora(budget.rank, self.scale_of(budget), self.targets, self.dropout, start_norm=self.start_norm)
 
     def scale_of(self, budget: Budget) -> float:
         """Returns the factor on the product of a budget's LoRA; see `scale_by_rank`.

@@ -199,8 +199,8 @@ def mean_by_rank(part: str, sent: Upload, rank: int, weights: Weighting = "size"
         weights: As in `mean`.
     """
     key, weight = weight_of(sent.client, weights)
-    padded, _ = pad_rank(sent.payload.part(part), rank)
-    before, _ = pad_rank(sent.download.part(part), rank)
+    padded = pad_rank(sent.payload.part(part), rank)
+    before = pad_rank(sent.download.part(part), rank)
     held = _held(sent.payload.part(part), rank)
     terms = {}
     for name, value in padded.items():
@@ -230,7 +230,7 @@ def mean_of_padded(
         weight: One number, or one for each tensor or each expert of it, by name.
     """
     held, terms = _held(adapter, rank), {}
-    for name, value in pad_rank(adapter, rank)[0].items():
+    for name, value in pad_rank(adapter, rank).items():
         axis, own = rank_axis(name), weight[name] if isinstance(weight, Mapping) else weight
         assert axis is not None, f"{name} has no rank"
         terms[f"{part}/{name}"] = Term(

@@ -169,12 +169,3 @@ def test_adjustments_of_one_round_do_not_see_each_other() -> None:
         measure(known, 1, [0.4, 0.3, 0.1, 0.2], accuracy)
         adjust(known, [0, 1], FedMoeSettings(patience=1, peers=3))
     assert (held(known, 0), held(known, 1)) == ([0, 1, 2, 3], [0, 1])
-
-
-def test_the_round_before_is_remembered() -> None:
-    known = searching()
-    known.close_round()
-    known.held[LAYER][0] = True
-    assert known.ids(0, earlier=True)[LAYER].tolist() == [0, 1]
-    assert held(known, 0) == [0, 1, 2, 3]
-    assert known.counts().tolist() == [[4], [4]]

@@ -207,7 +207,6 @@ class FedMoe(Method):
             sent = contributor.disclosed
             loss, accuracy = float(sent.tensors[LOSS]), float(sent.tensors[ACCURACY])
             sub_moes.note(contributor.client.index, sent.part(ACTIVATION), loss, accuracy)
-        sub_moes.close_round()
         if round == self.settings.stage_one_rounds:
             fit(sub_moes)
         elif round > self.settings.stage_one_rounds:

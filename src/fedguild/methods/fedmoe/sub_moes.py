@@ -26,7 +26,6 @@ class SubMoes:
 
     Attributes:
         held: Layer -> [C, M] bool, what each client holds.
-        before: Layer -> [C, M] bool, what it held in the round before.
         previous: Layer -> [C, M] bool, what it held before the last adjustment of its sets.
         activation: Layer -> [C, M] p as last measured, zero for a client that never measured it.
         room: [C, 2 L + 1] int64, each client's `Limits`: sizes, least, most.
@@ -43,7 +42,6 @@ class SubMoes:
     """
 
     held: dict[str, Tensor]
-    before: dict[str, Tensor]
     previous: dict[str, Tensor]
     activation: dict[str, Tensor]
     room: Tensor
@@ -89,7 +87,6 @@ class SubMoes:
         number, count = torch.zeros(clients), torch.zeros(clients, dtype=torch.int64)
         return cls(
             held=held,
-            before={name: masks.clone() for name, masks in held.items()},
             previous={name: masks.clone() for name, masks in held.items()},
             activation={name: torch.zeros(clients, experts) for name, experts in layers.items()},
             room=torch.tensor([[*bounds.sizes, *bounds.least, bounds.most] for bounds in limits]),
@@ -110,7 +107,7 @@ class SubMoes:
         """Reads them from a state; later changes do not affect the state."""
         by_layer = {
             part: {name: value.clone() for name, value in state.part(f"{SERVER}/{part}").items()}
-            for part in ("held", "before", "previous", "activation")
+            for part in ("held", "previous", "activation")
         }
         by_client = {name: value.clone() for name, value in state.part(f"{SERVER}/clients").items()}
         return cls(**by_layer, **by_client)  # type: ignore[arg-type]
@@ -135,10 +132,9 @@ class SubMoes:
         """Returns layer -> M."""
         return {name: masks.shape[1] for name, masks in self.held.items()}
 
-    def ids(self, client: int, *, earlier: bool = False) -> dict[str, Tensor]:
-        """Returns layer -> [n] ids of the experts that a client holds, or held in the round before, ascending."""
-        sets = self.before if earlier else self.held
-        return {name: masks[client].nonzero().flatten() for name, masks in sets.items()}
+    def ids(self, client: int) -> dict[str, Tensor]:
+        """Returns layer -> [n] ids of the experts that a client holds, ascending."""
+        return {name: masks[client].nonzero().flatten() for name, masks in self.held.items()}
 
     def sets(self, client: int) -> list[Tensor]:
         """Returns what a client holds of each layer, copies of [M] bool."""
@@ -179,10 +175,6 @@ class SubMoes:
             self.activation[name][client] = p.float().clamp(min=0)
         self.known[client] = True
         self.loss[client], self.accuracy[client] = loss, accuracy
-
-    def close_round(self) -> None:
-        """Saves the sets of the round that is over, to which its late uploads refer."""
-        self.before = {name: masks.clone() for name, masks in self.held.items()}
 
     def is_stuck(self, client: int, gain: str, patience: int) -> bool:
         """Compares a client's validation with its best one; a gain makes a tried adjustment final.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
 
 import torch
 from scipy import stats
@@ -58,30 +57,20 @@ def by_budget(figures: Mapping[str, Tensor], layers: Sequence[str]) -> list[Obse
     ]
 
 
-@dataclass(frozen=True)
-class Correlation:
-    """How modulation follows utilisation (appendix G.8); 0 where either is the same for all experts.
+def correlation(phi: Tensor, rate: Tensor) -> tuple[float, float, float]:
+    """Returns how modulation follows utilisation over the pairs [n] of phi and u~ (appendix G.8).
 
-    Attributes:
-        pearson: Pearson's r (Eq. 63).
-        spearman: Spearman's rho.
-        slope: Slope of the regression of phi on u~.
+    Returns:
+        Pearson's r (Eq. 63), Spearman's rho, and the slope of the regression of phi on u~; 0 where phi or u~ is the
+        same for all experts.
     """
-
-    pearson: float
-    spearman: float
-    slope: float
-
-
-def correlation(phi: Tensor, rate: Tensor) -> Correlation:
-    """Returns the correlation of phi with u~ over their pairs [n]."""
     x, y = rate.double().cpu().numpy(), phi.double().cpu().numpy()
     if len(x) < 2 or math.isclose(x.min(), x.max()) or math.isclose(y.min(), y.max()):
-        return Correlation(0.0, 0.0, 0.0)
+        return 0.0, 0.0, 0.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", stats.NearConstantInputWarning)
         line = stats.linregress(x, y)
-        return Correlation(float(line.rvalue), float(stats.spearmanr(x, y).statistic), float(line.slope))
+        return float(line.rvalue), float(stats.spearmanr(x, y).statistic), float(line.slope)
 
 
 def evenness(rates: Sequence[Tensor], layers: Sequence[str]) -> Observation:
@@ -103,5 +92,5 @@ def following(pairs: Sequence[tuple[Tensor, Tensor]], layers: Sequence[str]) -> 
         layers: The layers' labels.
     """
     phi, rates = (torch.cat(side) for side in zip(*pairs, strict=True))
-    values = torch.tensor([astuple(correlation(*pair)) for pair in (*pairs, (phi, rates))])
+    values = torch.tensor([correlation(*pair) for pair in (*pairs, (phi, rates))])
     return Observation("phi against utilisation", values, [*layers, "all layers"], ("Pearson", "Spearman", "slope"))
