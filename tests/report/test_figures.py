@@ -35,14 +35,12 @@ def test_score_curves_name_each_line_with_its_last_score() -> None:
     assert "test score" in said
 
 
-def test_heat_maps_of_the_mean_a_layer_and_all_layers() -> None:
+def test_heat_maps_of_the_mean_and_all_layers() -> None:
     frequency = np.random.default_rng(0).random((3, 5, 7))
     mean = figures.expert_heat_map(frequency, ["a", "b", "c"])
-    third = figures.expert_heat_map(frequency, ["a", "b", "c"], layer=3)
     assert {"a", "b", "c", "expert", "client"} <= set(texts(mean))
     assert "mean over layers" in mean.split(">", 1)[0]
-    assert "layer 3" in third.split(">", 1)[0]
-    assert mean.count("<image") == third.count("<image") > 0
+    assert mean.count("<image") > 0
     every = figures.expert_heat_maps_by_layer(frequency)
     assert texts(every) == [f"Layer {layer}" for layer in range(5)]
     assert every.count("<image") == 5

@@ -117,20 +117,17 @@ def client_dots(
         return to_svg(figure, key, f"Dot chart: {split} {metric} of {len(clients)} clients: {', '.join(scores)}.")
 
 
-def expert_heat_map(
-    frequency: NDArray[np.float64], clients: Sequence[str], layer: int | None = None, width: float = FULL_WIDTH
-) -> Svg:
-    """Returns clients × experts activation frequencies (FLAME, Figure 2).
+def expert_heat_map(frequency: NDArray[np.float64], clients: Sequence[str], width: float = FULL_WIDTH) -> Svg:
+    """Returns clients × experts activation frequencies, the mean over the layers (FLAME, Figure 2).
 
     Args:
         frequency: [clients, L, M] share of a client's tokens that activated an expert.
         clients: Row names.
-        layer: A layer's index; None for the mean over the layers.
         width: In inches; a narrow figure has its scale below.
     """
-    shown = frequency.mean(axis=1) if layer is None else frequency[:, layer]
+    shown = frequency.mean(axis=1)
     rows, experts = shown.shape
-    key, wide = key_at("experts" if layer is None else f"experts-{layer}", width), width == FULL_WIDTH
+    key, wide = key_at("experts", width), width == FULL_WIDTH
     with styled(key):
         height = (0.75 if wide else 1.3) + min(0.26 * rows, 6.5)
         figure = Figure(figsize=(width, height), layout="constrained")
@@ -142,8 +139,8 @@ def expert_heat_map(
         axes.xaxis.set_major_locator(MaxNLocator(nbins=16 if wide else 8, integer=True))
         bar = scale_beside(figure, axes, image, width, format=FuncFormatter(_percent))
         bar.set_label("tokens routed to it")
-        where = "mean over layers" if layer is None else f"layer {layer}"
-        return to_svg(figure, key, f"Heat map: activation frequency of {experts} experts for {rows} clients, {where}.")
+        summary = f"Heat map: activation frequency of {experts} experts for {rows} clients, mean over layers."
+        return to_svg(figure, key, summary)
 
 
 def expert_heat_maps_by_layer(frequency: NDArray[np.float64], width: float = FULL_WIDTH) -> Svg:

@@ -28,7 +28,6 @@ from fedguild.measuring.log.index import (
     find_runs,
 )
 from fedguild.measuring.log.records import PartitionRecord
-from fedguild.measuring.log.standing import STATUS
 from fedguild.report import comparison_figures, figures, units
 from fedguild.report.comparison import ComparisonTable, compare
 from fedguild.report.costs import Cost, budget_costs, client_totals, phase_seconds
@@ -310,7 +309,7 @@ def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
         "method": lambda run: run.method,
         "data": lambda run: run.data,
         "model": lambda run: run.model,
-        "status": lambda run: STATUS[run.how.word],
+        "status": lambda run: run.how.status,
     }
     choices = {key: sorted({value(run) for run in found} - {""}) for key, value in of.items()}
     places = {key: {choice: place for place, choice in enumerate(known)} for key, known in choices.items()}
@@ -320,7 +319,7 @@ def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
             "place": run.folder.relative_to(folder).as_posix(),
             "link": quote((run.folder / REPORT_FILE).relative_to(folder).as_posix()) if run.has_report else "",
             "places": [(key, places[key].get(value(run), "")) for key, value in of.items()],
-            "word": STATUS[run.how.word],
+            "word": run.how.status,
             "cells": [
                 *(units.score(run.score), units.MISSING if run.score is None else run.metric, units.score(run.before)),
                 f"{run.round}/{run.planned_rounds or '?'}",
@@ -337,7 +336,7 @@ def _index_page(folder: Path, found: Sequence[RunSummary]) -> dict[str, Any]:
     return {
         "title": folder.resolve().name,
         "count": units.count_of(len(found), "run"),
-        "words": sorted(Counter(STATUS[run.how.word] for run in found).items()),
+        "words": sorted(Counter(run.how.status for run in found).items()),
         "filters": [{"key": key, "title": key.capitalize(), "choices": known} for key, known in choices.items()],
         "headings": (*headings, "Time"),
         "rows": rows,

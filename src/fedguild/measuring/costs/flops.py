@@ -95,7 +95,7 @@ def cost(model: ModelInfo, plan: AdapterPlan) -> Cost:
     Raises:
         ConfigError: the plan wants more active experts than a layer has, or targets no layer.
     """
-    idle_parameters = sum((moe.num_experts - active_experts(moe, plan)) * expert_parameters(moe) for moe in model.moe)
+    idle_parameters = sum((moe.num_experts - active_experts(moe, plan)) * moe.expert_parameters for moe in model.moe)
     idle_parameters += sum(moe.expert_parameters - moe.active_parameters for moe in model.undescribed)
     again = sum(part.frozen_product_parameters(model) for part in plan.parts)
     trainable, active_trainable = _adapter_parameters(model, plan, trainable_shapes(model, plan))
@@ -136,10 +136,6 @@ def active_experts(moe: MoeInfo, plan: AdapterPlan) -> int:
     return active
 
 
-def expert_parameters(moe: MoeInfo) -> int:
-    return moe.expert_parameters
-
-
 def _adapter_parameters(model: ModelInfo, plan: AdapterPlan, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
     """Returns the number of values of these shapes, and the number that a token uses."""
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
@@ -151,7 +147,7 @@ def _adapter_parameters(model: ModelInfo, plan: AdapterPlan, shapes: Mapping[str
 
 
 def _product_parameters(model: ModelInfo, plan: AdapterPlan) -> int:
-    routed = sum(moe.hidden * moe.num_experts + active_experts(moe, plan) * expert_parameters(moe) for moe in model.moe)
+    routed = sum(moe.hidden * moe.num_experts + active_experts(moe, plan) * moe.expert_parameters for moe in model.moe)
     routed += sum(moe.active_parameters + moe.router_parameters for moe in model.undescribed)
     linears = sum(linear.inputs * linear.outputs for linear in model.linears)
     return linears + routed + model.vocabulary * model.hidden

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedguild.measuring.costs.flops import active_experts, expert_parameters
+from fedguild.measuring.costs.flops import active_experts
 from fedguild.model.chunked_loss import chunk_rows
 from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes
@@ -228,7 +228,7 @@ def weight_bytes(model: ModelInfo, dtype: torch.dtype, *, four_bit: bool = False
     if not four_bit:
         return dtype.itemsize * model.parameters
     linears = [linear.inputs * linear.outputs for linear in model.linears]
-    experts = [moe.num_experts * expert_parameters(moe) for moe in model.moe]
+    experts = [moe.num_experts * moe.expert_parameters for moe in model.moe]
     packed = sum(linears) + sum(experts)
     unpacked = model.parameters - packed + max([*linears, *experts], default=0)
     return math.ceil(NF4_BYTES * packed) + dtype.itemsize * unpacked

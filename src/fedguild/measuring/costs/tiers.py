@@ -45,10 +45,6 @@ class Workload:
     four_bit: bool = False
     wire_dtype: torch.dtype = torch.float32
 
-    @property
-    def moments(self) -> int:
-        return self.training.moments
-
 
 @dataclass(frozen=True)
 class Direction:
@@ -166,7 +162,7 @@ def _memory(model: ModelInfo, plan: AdapterPlan, workload: Workload, checkpointi
         plan,
         workload.tokens,
         dtype=workload.dtype,
-        moments=workload.moments,
+        moments=workload.training.moments,
         checkpointing=checkpointing,
         four_bit=four_bit,
         form=StepForm(workload.training.gradient_accumulation_steps),

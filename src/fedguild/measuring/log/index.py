@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -114,7 +114,17 @@ class RunSummary(FollowedRun):
 
 def find_runs(folder: Path, depth: int = DEPTH) -> list[Path]:
     """Returns the folders of runs below a folder, itself excluded, in the order of their names."""
-    return list(_runs_below(folder, depth))
+    try:
+        inside = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+    except OSError:
+        return []
+    found = []
+    for each in inside:
+        if is_run(each):
+            found.append(each)
+        elif depth > 1:
+            found += find_runs(each, depth - 1)
+    return found
 
 
 @dataclass(frozen=True)
@@ -179,18 +189,6 @@ def read_plan(folder: Path) -> Plan:
         return Plan(below, plan.get("reference") or None, str(plan.get("table", "")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return Plan()
-
-
-def _runs_below(folder: Path, depth: int) -> Iterator[Path]:
-    try:
-        inside = sorted(entry for entry in folder.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    except OSError:
-        return
-    for each in inside:
-        if is_run(each):
-            yield each
-        elif depth > 1:
-            yield from _runs_below(each, depth - 1)
 
 
 def _mean_of(budgets: Sequence[Mapping[int, float]], number: int) -> float | None:

@@ -15,16 +15,6 @@ from fedguild.core.locking import HOLDER, Holder
 from fedguild.measuring.log.folder import read_if_whole
 
 Word = Literal["waiting", "running", "finished", "stopped", "interrupted", "failed", "gone"]
-STATUS: dict[Word, str] = {
-    "waiting": "waiting",
-    "running": "running",
-    "finished": "finished",
-    "stopped": "stopped",
-    "interrupted": "interrupted",
-    "failed": "failed",
-    "gone": "not running",
-}
-"""How a run stands, as it is shown."""
 _CLOCK_SECONDS = 5.0
 """By how much the start of a process and the time in its lock's file may differ."""
 
@@ -42,6 +32,11 @@ class Standing:
     word: Word
     reason: str = ""
     holder: str = ""
+
+    @property
+    def status(self) -> str:
+        """How the run stands, as it is shown."""
+        return "not running" if self.word == "gone" else self.word
 
 
 def standing(folder: Path, ending: tuple[str, str] | None, last_round: int, rounds: int) -> Standing:

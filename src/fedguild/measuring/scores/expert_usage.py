@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fedguild.server.utilisation import gini, rate_entropy, share_entropy
+from fedguild.server.utilisation import gini, share_entropy
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,6 @@ class Utilisation:
     Attributes:
         frequency: [L, M] share of tokens that activated an expert, the utilisation rate; a row sums to the active
             experts per token.
-        rate_entropy: [L] entropy of the rates as they are, in nats, which exceeds ln M where several experts are active
-            per token (UB-SMoE, section 6.3.3).
         entropy: [L] entropy of the rates scaled to sum 1, in nats, from 0 to ln M.
         normalised_entropy: [L] `entropy` divided by ln M, from 0 (one expert) to 1 (all alike); 0 where a layer has a
             single expert.
@@ -29,7 +27,6 @@ class Utilisation:
     """
 
     frequency: Tensor
-    rate_entropy: Tensor
     entropy: Tensor
     normalised_entropy: Tensor
     gini: Tensor
@@ -47,7 +44,6 @@ def expert_utilisation(counts: Tensor, tokens: int) -> Utilisation:
     experts = counts.shape[-1]
     return Utilisation(
         frequency=frequency,
-        rate_entropy=rate_entropy(frequency),
         entropy=entropy,
         normalised_entropy=entropy / math.log(experts) if experts > 1 else torch.zeros_like(entropy),
         gini=gini(frequency),

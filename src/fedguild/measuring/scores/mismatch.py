@@ -7,12 +7,13 @@ tokens of some texts, in the fine-tuned model. s is the factor with the least |s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
+from fedguild.client.observing import observing
 from fedguild.model.moe.view import MoeLayer, Routing
 from fedguild.server.method import Observation
 
@@ -27,16 +28,9 @@ class Mismatch:
         self._layers = layers
         self._sums = torch.zeros(3, slots, len(layers), dtype=torch.float64)
 
-    @contextmanager
-    def observing(self) -> Iterator[None]:
+    def observing(self) -> AbstractContextManager[None]:
         """Observes every pass inside the block."""
-        for layer in self._layers:
-            layer.observers.append(self._look_at)
-        try:
-            yield
-        finally:
-            for layer in self._layers:
-                layer.observers.remove(self._look_at)
+        return observing(self._layers, self._look_at)
 
     def _look_at(self, routing: Routing) -> None:
         own, full = self._layers[routing.layer].outputs_of(routing)

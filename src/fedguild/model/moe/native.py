@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from fedguild.core.errors import ModelError
+from fedguild.model.moe.dense import shares
 from fedguild.model.moe.family import Family, moe_blocks, unlike
 from fedguild.model.moe.routing import route, within_capacity
 from fedguild.model.moe.view import MoeLayer
@@ -117,7 +118,7 @@ def _check_router(family: Family, name: str, layer: MoeLayer, native: NativeLaye
     ours = route(logits, rule, layer.info.top_k, None, family.selection_bias(native.routed))
     if layer.capacity is not None:
         ours = within_capacity(*ours, layer.capacity, experts, rows=1)
-    expected, found = (_by_expert(weights, indices, experts) for weights, indices in (own, ours))
+    expected, found = (shares(weights.double(), indices, None, experts) for weights, indices in (own, ours))
     weight = native.routed.get_parameter(layer.info.router.removeprefix(f"{native.path}.") + ".weight")
     rest = logits.double() - native.hidden.double() @ weight.double().T
     if (rest - rest[0]).abs().max() > FINE * logits.abs().max():
@@ -149,12 +150,6 @@ def _check_experts(name: str, layer: MoeLayer, native: NativeLayer) -> None:
         f"on random hidden states the outputs differ by {differs:.2g}, the model's being up to {largest:.2g}.",
         "Correct the family's `frozen` or `prepare`, or update the package that it comes from.",
     )
-
-
-def _by_expert(weights: Tensor, indices: Tensor, experts: int) -> Tensor:
-    """Returns [N, M], each token's weight of every expert; 0 for one that it does not take."""
-    shares = weights.new_zeros(len(weights), experts + 1, dtype=torch.float64)
-    return shares.scatter(1, indices, weights.double())[:, :experts]
 
 
 def _shown(shares: Tensor) -> str:
