@@ -69,6 +69,11 @@ MAIN = {
     "fedalign-moe/table-1": ("english",),
 }
 """The tables of the four papers whose claims the page of results lists -> their models, the largest first."""
+COUNTED = """## All recorded tables
+
+Verdicts by score, counted over claims and columns. *Not recorded*: a row of the claim has not been run. *No verdict*:
+a row's setting was chosen near chance.
+"""
 LEGEND = "[What the columns say](results/index.md).\n"
 """Above the recorded tables on a method's page."""
 FACTS = ("Trains", "Sent up", "The client keeps", "The server combines", "Use it when")
@@ -240,8 +245,7 @@ def _results(page: Path) -> str:
         if shipped.name in every:
             counts = count_verdicts(*every[shipped.name], _near_chance(shipped.name))
             rest.append([f"[{shipped.name}](results/{_page_name(shipped.name)})", *map(str, counts.values())])
-    counted = f"## All recorded tables\n\nClaims by column, counted by verdict.\n\n{_as_markdown(rest)}"
-    return f"{_as_markdown(main)}\n{counted}"
+    return f"{_as_markdown(main)}\n{COUNTED}\n{_as_markdown(rest)}"
 
 
 def _near_chance(table: str) -> Collection[str]:

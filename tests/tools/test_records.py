@@ -20,7 +20,7 @@ from fedguild.report.costs import budget_costs
 from tests.report.runs import write_run
 from tools.records.cells import CellRecord, ChoiceRecord, read_records, record_of
 from tools.records.claims import claims_markdown, verdict
-from tools.records.pages import table_page
+from tools.records.pages import score_grid, table_page
 from tools.records.tables import RECORDS
 
 TABLE = Table.model_validate(
@@ -101,7 +101,7 @@ def test_the_page_by_hand() -> None:
         "**0.600 ± 0.100**",
         "**0.600 ± 0.100**",
         "**0.700 ± 0.100**",
-        "1.00 G",
+        "1.50 G",
         "2.00 kB",
         "3.00 kB",
         "3",
@@ -118,6 +118,18 @@ def test_the_page_by_hand() -> None:
         f"| ours leads at b4 |  | {undecided} | undecided | equal | 3 | − theirs: 0.000 ± 0.248 | 0.248 |",
         "| ours leads what was not run |  | **not recorded** | – | – | 0 | − unrun: – | – |",
     ]
+
+
+def test_the_best_row_is_one_of_those_with_the_most_seeds() -> None:
+    """`theirs` has a higher mean by one lucky seed, and is not bold."""
+    every = [one for one in records() if one.row == "ours"]
+    lucky = [one.model_copy(update={"scores": {"mean": 0.9, "b4": 0.9}}) for one in records() if one.row == "theirs"]
+    bold = [[cell.strong for cell in row] for row in score_grid({"ours": every, "theirs": lucky[:1]}, TABLE).rows]
+    assert any(bold[0])
+    assert not any(bold[1])
+    bold = [[cell.strong for cell in row] for row in score_grid({"ours": every, "theirs": lucky}, TABLE).rows]
+    assert any(bold[1])
+    assert not any(bold[0])
 
 
 def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:

@@ -76,6 +76,16 @@ def test_a_claims_costs_run_from_the_smallest_to_the_largest_multiple() -> None:
     assert cost_ratios(rows, "flame", ["not recorded"]) == "–"
 
 
+def test_the_flops_of_a_claim_at_a_budget_are_that_budgets() -> None:
+    """1 G beside 4 G at b4, 8 G beside 8 G at b1: a quarter at b4, and 4.5 G beside 6 G in the mean."""
+    rows = {
+        "flame": [record("flame", training_flops={"b1": 8e9, "b4": 1e9})],
+        "fedit": [record("fedit", training_flops={"b1": 8e9, "b4": 4e9})],
+    }
+    assert cost_ratios(rows, "flame", ["fedit"], "b4") == "up × 1.00, down × 1.00, FLOPs × 0.25"
+    assert cost_ratios(rows, "flame", ["fedit"]) == "up × 1.00, down × 1.00, FLOPs × 0.75"
+
+
 def test_costs_are_of_the_seeds_that_all_rows_have() -> None:
     rows = {
         "flame": [record("flame", 0, upload_bytes=3e6), record("flame", 1, upload_bytes=9e6)],

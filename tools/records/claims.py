@@ -54,7 +54,7 @@ def claims_in_short(table: Table, records: Sequence[CellRecord], unjudged: Colle
             cells = by_row(table, [record for record in records if record.column == column])
             gaps = {row: difference(cells, claim.higher, row, score, claim.over) for row in judged}
             saved = {row: _saved(cells, row, claim, score) for row in judged}
-            costs = cost_ratios(cells, claim.higher, judged) if judged else units.MISSING
+            costs = cost_ratios(cells, claim.higher, judged, score) if judged else units.MISSING
             where = units.MISSING if column == ONLY_COLUMN else column
             found.append([claim.says, where, _decided(gaps), _decided(saved), costs])
     return found
@@ -123,7 +123,7 @@ def claims_markdown(table: Table, records: Sequence[CellRecord], unjudged: Colle
             by_judged = claim.model_copy(update={"lower": tuple(judged)})
             says = by_perplexity(cells, by_judged, score, seeds) if judged else units.MISSING
             one_row = set(claim.lower) == {claim.higher}
-            costs = units.MISSING if one_row else cost_ratios(cells, claim.higher, claim.lower)
+            costs = cost_ratios(cells, claim.higher, judged, score) if judged and not one_row else units.MISSING
             lines.append(f"| {claim.says} | {where} | {word} | {says} | {costs} | {seeds} | {shown} | {least} |")
     return "\n".join([*lines, ""])
 

@@ -29,7 +29,7 @@ from tools.records.claims import (
     scores_of,
     smallest_shown,
 )
-from tools.records.summary import by_row, first_to_last, heading
+from tools.records.summary import SPENT, by_row, first_to_last, heading, spent
 
 OF_CLIENTS = (TRAINED, RECEIVED, POOLED, MTAL)
 """Scores of the models that clients train, receive or use."""
@@ -96,11 +96,9 @@ def score_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid:
         table: The table.
     """
     columns, shows = _columns(cells, table), table.shows
-    smallest = _smallest_budget(cells)
     header = [Cell("row"), *(Cell(TITLES.get(name, name)) for name in columns)]
     header += [Cell(heading(name)) for name in shows]
-    header += [Cell("training FLOPs", smallest)] if smallest else []
-    header += [Cell("up"), Cell("down"), Cell("seeds")]
+    header += [*SPENT, Cell("seeds")]
     body = []
     for row, members in cells.items():
         line = [Cell(row)]
@@ -108,13 +106,7 @@ def score_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid:
             scored = [record.scores[name] for record in members if name in record.scores]
             line.append(Cell(units.score_spread(spread(scored) if scored else None), strong=_best(cells, name) == row))
         line += [Cell(first_to_last([record.observations.get(name, {}) for record in members])) for name in shows]
-        if smallest:
-            flops = [record.training_flops[smallest] for record in members if smallest in record.training_flops]
-            line.append(Cell(units.si(fmean(flops) if flops else None)))
-        for sizes in ([record.upload_bytes for record in members], [record.download_bytes for record in members]):
-            known = [size for size in sizes if size is not None]
-            line.append(Cell(units.byte_count(fmean(known) if known else None)))
-        line.append(Cell(str(len(members))))
+        line += [*spent(members), Cell(str(len(members)))]
         body.append(tuple(line))
     last = next(iter(_all(cells)))
     title = f"{last.split.capitalize()} scores after round {last.round}, mean ± sample deviation over the seeds"
@@ -280,21 +272,15 @@ def _all(cells: Mapping[str, Sequence[CellRecord]]) -> list[CellRecord]:
 
 
 def _best(cells: Mapping[str, Sequence[CellRecord]], score: str) -> str | None:
-    means = {
-        row: fmean(scored)
+    """Returns the row with the highest mean of a score, of those with the most seeds; None with a single row."""
+    scored = {
+        row: of_row
         for row, members in cells.items()
-        if (scored := [record.scores[score] for record in members if score in record.scores])
+        if (of_row := [record.scores[score] for record in members if score in record.scores])
     }
-    return max(means, key=lambda row: means[row]) if len(means) > 1 else None
-
-
-def _smallest_budget(cells: Mapping[str, Sequence[CellRecord]]) -> str:
-    """Returns the budget whose clients train with the fewest FLOPs; empty where none is known."""
-    flops: dict[str, list[float]] = {}
-    for record in _all(cells):
-        for budget, value in record.training_flops.items():
-            flops.setdefault(budget, []).append(value)
-    return min(flops, key=lambda budget: min(flops[budget]), default="")
+    most = max(map(len, scored.values()), default=0)
+    means = {row: fmean(of_row) for row, of_row in scored.items() if len(of_row) == most}
+    return max(means, key=lambda row: means[row]) if len(scored) > 1 else None
 
 
 def _perplexity(values: Sequence[float]) -> str:

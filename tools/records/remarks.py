@@ -24,7 +24,7 @@ from fedguild.measuring.scores.statistics import Spread, half_width
 from fedguild.report import units
 from tools.records.cells import CellRecord, nats_per_token, perplexities
 from tools.records.claims import difference, interval, scores_of
-from tools.records.summary import COSTS, by_row, first_and_last, ratios_of, times
+from tools.records.summary import COSTS, by_row, cost_of, first_and_last, ratios_of, times
 
 Names = str | Sequence[str]
 """A name, or several."""
@@ -239,7 +239,7 @@ class Vocabulary:
             self._require(budget, {one for of_seed in flops for one in of_seed}, "budget with FLOPs", row)
             known = [of_seed[budget] for of_seed in flops if budget in of_seed]
         else:
-            known = [value for record in members if (value := COSTS[name](record)) is not None]
+            known = [value for record in members if (value := cost_of(record, name)) is not None]
         if not known:
             raise self._error(f"{row} has no {name} on record")
         return (units.flops if name == "FLOPs" else units.byte_count)(fmean(known))

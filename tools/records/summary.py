@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 
 from fedguild.config.table import ONLY_COLUMN, Table
-from fedguild.core.score_names import TITLES
+from fedguild.core.score_names import MEAN, TITLES
 from fedguild.measuring.scores.statistics import spread
 from fedguild.report import units
 from fedguild.report.grid import Cell, Grid
@@ -17,21 +17,38 @@ Rows = Mapping[str, Sequence[CellRecord]]
 """Row -> its records."""
 
 
-def training_flops(record: CellRecord) -> float | None:
-    """Returns a client's training FLOPs, the mean over the budgets; None where they are not known."""
-    return fmean(record.training_flops.values()) if record.training_flops else None
+COSTS = ("up", "down", "FLOPs")
+"""What a client spends in a run: bytes sent and received, and training FLOPs."""
 
 
-COSTS: Mapping[str, Callable[[CellRecord], float | None]] = {
-    "up": lambda record: record.upload_bytes,
-    "down": lambda record: record.download_bytes,
-    "FLOPs": training_flops,
-}
-"""What a client spends in a run."""
+def cost_of(record: CellRecord, name: str, score: str = MEAN) -> float | None:
+    """Returns what a client spends, the mean over the clients; None where it is not known.
+
+    Args:
+        record: The cell.
+        name: The cost, of `COSTS`.
+        score: Where it is a budget's, FLOPs are those of that budget; else they are the mean over the budgets.
+    """
+    if name != "FLOPs":
+        return record.upload_bytes if name == "up" else record.download_bytes
+    flops = record.training_flops
+    if score in flops:
+        return flops[score]
+    return fmean(flops.values()) if flops else None
 
 
 EQUAL = 0.005
 """Costs that differ by less than this part of them are written as equal."""
+
+
+SPENT = (Cell("training FLOPs"), Cell("up"), Cell("down"))
+"""Headings of `spent`."""
+
+
+def spent(records: Sequence[CellRecord]) -> tuple[Cell, ...]:
+    """Returns a client's training FLOPs, upload and download over a run, means over the records that have them."""
+    flops, up, down = (_mean(cost_of(one, name) for one in records) for name in ("FLOPs", "up", "down"))
+    return Cell(units.si(flops)), Cell(units.byte_count(up)), Cell(units.byte_count(down))
 
 
 def by_row(table: Table, records: Iterable[CellRecord]) -> dict[str, list[CellRecord]]:
@@ -53,7 +70,7 @@ def summary_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
     if not columns:
         return None
     header = [Cell("row"), *(Cell(TITLES[table.score] if name == ONLY_COLUMN else name) for name in columns)]
-    header += [Cell("training FLOPs"), Cell("up"), Cell("down"), Cell("seeds")]
+    header += [*SPENT, Cell("seeds")]
     body = []
     for row, members in by_row(table, records).items():
         score = table.scores[row]
@@ -63,8 +80,7 @@ def summary_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
             scored = [one.scores[score] for one in of_column if score in one.scores]
             line.append(Cell(units.score_spread(spread(scored) if scored else None) + _perplexity(of_column, score)))
         last = [record for record in members if record.column == columns[-1]]
-        line.append(Cell(units.si(_mean(map(training_flops, last)))))
-        line += [Cell(units.byte_count(_mean(map(COSTS[name], last)))) for name in ("up", "down")]
+        line += spent(last)
         seeds = {sum(one.column == column for one in members) for column in columns}
         line.append(Cell(str(seeds.pop()) if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)}"))
         body.append(tuple(line))
@@ -109,22 +125,22 @@ def first_and_last(figures: Iterable[Mapping[int, float]]) -> tuple[float, float
     return fmean(rounds[min(rounds)] for rounds in known), fmean(rounds[max(rounds)] for rounds in known)
 
 
-def cost_ratios(rows: Rows, higher: str, lower: Iterable[str]) -> str:
+def cost_ratios(rows: Rows, higher: str, lower: Iterable[str], score: str = MEAN) -> str:
     """Returns what a claim's row costs, as a multiple of each of those that it is to beat: `up × 0.97 to 1.94`.
 
     Of bytes sent and received and of training FLOPs, each the smallest and the largest ratio of the means over the
     seeds in which all of the rows have it. A cost that some row does not have is left out; `equal` where all three are
-    known and nowhere differ; `–` where none is known.
+    known and nowhere differ; `–` where none is known. Where the claim's score is a budget's, FLOPs are of that budget.
     """
     others = list(lower)
-    ratios = {name: ratios_of(rows, name, higher, others) for name in COSTS}
+    ratios = {name: ratios_of(rows, name, higher, others, score) for name in COSTS}
     found = {name: (min(of_cost), max(of_cost)) for name, of_cost in ratios.items() if of_cost}
-    if found.keys() == COSTS.keys() and all(abs(end - 1) < EQUAL for ends in found.values() for end in ends):
+    if len(found) == len(COSTS) and all(abs(end - 1) < EQUAL for ends in found.values() for end in ends):
         return "equal"
     return ", ".join(f"{name} × {_range(*ends)}" for name, ends in found.items()) or units.MISSING
 
 
-def ratios_of(rows: Rows, name: str, row: str, others: Sequence[str]) -> list[float]:
+def ratios_of(rows: Rows, name: str, row: str, others: Sequence[str], score: str = MEAN) -> list[float]:
     """Returns how many times a row spends of a cost what each of some others does; empty where one of them has none.
 
     Args:
@@ -132,9 +148,10 @@ def ratios_of(rows: Rows, name: str, row: str, others: Sequence[str]) -> list[fl
         name: The cost, of `COSTS`.
         row: The row.
         others: The rows that it is compared with, by means over the seeds in which all of them have the cost.
+        score: As of `cost_of`.
     """
     spent = {
-        one: {record.seed: value for record in rows.get(one, ()) if (value := COSTS[name](record)) is not None}
+        one: {record.seed: value for record in rows.get(one, ()) if (value := cost_of(record, name, score)) is not None}
         for one in (row, *others)
     }
     seeds = set.intersection(*({*of_row} for of_row in spent.values()))

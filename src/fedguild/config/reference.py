@@ -45,10 +45,10 @@ def settings_of(schema: type[BaseModel]) -> tuple[Setting, ...]:
 
 
 def as_markdown(settings: tuple[Setting, ...]) -> str:
-    rows = [
-        f"| `{setting.key}` | {setting.accepts} | `{setting.default}` | {setting.help} |".replace(" \\| ", " or ")
-        for setting in settings
-    ]
+    rows = []
+    for setting in settings:
+        help_in_cell = setting.help.replace("|", "\\|")
+        rows.append(f"| `{setting.key}` | {setting.accepts} | `{setting.default}` | {help_in_cell} |")
     return "\n".join(["| setting | accepts | default | meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
 
 

@@ -13,8 +13,9 @@ On one machine, each line in a terminal of its own:
 On several machines: give every organisation its folder and nothing else, keep `server/certificates/ca.key`
 and every `node.key` where only their owner can read them, and let the clients reach {address}: by `host` and
 `opens` in `server/server.yaml`, or through a proxy like `server/nginx.conf`.
-Better still, every organisation makes its own key with `fedguild federation key node.key` and sends only
-`node.pub`, which goes into `server/nodes/` under the client's name.
+Better still, every organisation removes the `node.key` in its folder, makes its own with
+`fedguild federation key node.key` and sends only `node.pub`, which replaces the one in `server/nodes/` under the
+client's name.
 
 For secure aggregation (`federation.secure`) every organisation also needs the others' `node.pub`, as
 `peers/client-000.pub` and so on in its folder: from them, not from the server.
