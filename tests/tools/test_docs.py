@@ -445,19 +445,6 @@ def test_a_choice_near_chance_is_refused(spread, refused, tmp_path, monkeypatch,
     assert ("refused, its best value is within its spread" in capsys.readouterr().out) == refused
 
 
-def test_the_pages_are_written_after_tables_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-
-    def nothing_outdated(parts: list[str]) -> dict[Path, str]:
-        asked.append(parts)
-        return {}
-
-    monkeypatch.setattr(generate, "outdated", nothing_outdated)
-    monkeypatch.setattr(generate, "strays", list)
-    assert recording.main(["--recorded"]) == 0
-    assert asked == [["recorded", "overview", "results"]]
-
-
 def test_readme_names_the_number_of_families() -> None:
     own = [family.name for family in FAMILIES.found() if family.origin == "fedguild"]
     assert f"[{len(own)} families](docs/guides/real-models.md#" in (ROOT / "README.md").read_text("utf-8")

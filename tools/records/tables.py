@@ -1,8 +1,7 @@
 """Runs the papers' tables that `docs/methods/records/plan.yaml` lists, and records every cell as soon as it is done.
 
-    python -m tools.records.tables [TABLE …] [--data DIR] [--jobs N]  # run what is missing, record, write the pages
+    python -m tools.records.tables [TABLE …] [--data DIR] [--jobs N]  # run and record what is missing
     python -m tools.records.tables TABLE --rows ROW,ROW [--discard]   # some rows; remove each run once it is recorded
-    python -m tools.records.tables --recorded                         # write the pages from the records alone
     python -m tools.records.tables [TABLE …] --list                   # list what is missing, and how long it takes
 
 Without --data, `../shared/data` is the folder of the data sets where it exists.
@@ -40,7 +39,6 @@ from fedguild.core.score_names import SUMMARIES
 from fedguild.measuring.log.folder import load_run
 from fedguild.runs.api.launch import Launch
 from fedguild.runs.api.run_grid import Cell, plan_grid, table_rows
-from tools import generate
 from tools.records.cells import (
     CPU,
     CellRecord,
@@ -516,6 +514,11 @@ class Left:
     by: str
 
     @property
+    def missing(self) -> int:
+        """How many cells are to run for this table alone."""
+        return self.cells - self.recorded - self.shared
+
+    @property
     def hours(self) -> float | None:
         """Hours of one core that the missing runs should take; None if nobody knows."""
         if self.rounds == 0:
@@ -610,10 +613,9 @@ def listing(wanted: Sequence[Plan]) -> str:
     known = [left.hours for left in every if left.hours is not None]
     lines = [f"{'table':34}{'cells':>7}{'recorded':>10}{'shared':>8}{'missing':>9}{'choices':>9}  hours of one core"]
     for left in every:
-        missing = left.cells - left.recorded - left.shared
         hours = "unknown" if left.hours is None else f"{left.hours:.1f}"
         by = f", by {left.by}" if left.hours and left.by != left.table else ""
-        counted = f"{left.cells:7}{left.recorded:10}{left.shared:8}{missing:9}{left.choices:9}"
+        counted = f"{left.cells:7}{left.recorded:10}{left.shared:8}{left.missing:9}{left.choices:9}"
         lines.append(f"{left.table:34}{counted}  {hours}{by}")
     unknown = len(every) - len(known)
     lines.append(
@@ -623,7 +625,7 @@ def listing(wanted: Sequence[Plan]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs and records what is missing, then writes the pages."""
+    """Runs and records what is missing, or lists it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tables", nargs="*", metavar="TABLE", help="tables of the plan; all by default")
     parser.add_argument(
@@ -636,21 +638,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--rows", default="", metavar="ROW,ROW", help="rows to run; all by default")
     parser.add_argument("--discard", action="store_true", help="remove a run's folder once it is recorded")
-    parser.add_argument("--recorded", action="store_true", help="only write the pages, from the records")
     parser.add_argument("--list", action="store_true", help="run nothing; say what is missing, and how long it takes")
     options = parser.parse_args(arguments)
     if options.list:
         print(listing(plans(options.tables)))
         return 0
-    wanted = [] if options.recorded else plans(options.tables, options.data)
-    for plan in wanted:
+    for plan in plans(options.tables, options.data):
         if plan.data is None and plan.needs_data():
             if options.tables:
                 raise SystemExit(f"{plan.name} needs data sets: make tables TABLE={plan.name} DATA=DIR, their folder.")
             print(f"{plan.name}: left out, as it needs data sets: make tables DATA=DIR")
         else:
             run(plan, options.jobs, tuple(filter(None, options.rows.split(","))), discard=options.discard)
-    return generate.main(["recorded", "overview", "results"])
+    return 0
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ class DataSettings(Section):
     )
     special_tokens: SpecialTokens = Field(
         default="text",
-        description="How a control token spelled out in the data, such as `<|im_end|>`, is encoded: as text or as itself.",
+        description="How a control token spelled out in the data, as `<|im_end|>`, is encoded: as text or as itself.",
     )
     max_samples: int | None = Field(
         default=None, ge=1, description="Maximum number of examples read from each of train and test; null: all."
