@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +66,16 @@ def test_settings_of_the_user_stay(setting):
     kept, part = freed_and_needed_again(**setting)
     assert kept == "False"
     assert float(part) > 0.9
+
+
+@pytest.mark.parametrize(("available", "given_back"), [(7, 1), (8, 0)])
+def test_pages_are_given_back_where_memory_is_scarce(monkeypatch, available, given_back):
+    """Of 32 bytes a quarter is to stay available."""
+    calls: list[None] = []
+    monkeypatch.setattr(heap.psutil, "virtual_memory", lambda: SimpleNamespace(available=available, total=32))
+    monkeypatch.setattr(heap, "give_back_freed_pages", lambda: calls.append(None))
+    heap.give_back_if_scarce()
+    assert len(calls) == given_back
 
 
 def test_other_systems_are_left_alone(monkeypatch):

@@ -209,7 +209,7 @@ def test_the_best_value_is_the_best_in_the_mean_over_the_seeds() -> None:
 
 
 def test_a_rate_that_a_row_states_is_its_best_on_validation_examples() -> None:
-    """By flame/rates-smollm2's records, with all its seeds at all its rates; of three rows that is the presets', 2e-3."""
+    """By flame/rates-smollm2's records, all seeds at all rates; of three rows that is the presets', 2e-3."""
     shipped = {one.name: one.load() for one in tables()}
     grid = shipped["flame/rates-smollm2"]
     rates = {name: float(column.settings["training"]["learning_rate"]) for name, column in grid.columns.items()}

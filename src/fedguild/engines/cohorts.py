@@ -28,6 +28,7 @@ from fedguild.engines.peak_memory import peak_bytes, reset_peak, used_bytes
 from fedguild.measuring.costs.memory import PLAIN, StepForm, largest_cohort
 from fedguild.model import kernels
 from fedguild.model.backbone import Backbone
+from fedguild.model.heap import give_back_if_scarce
 from fedguild.model.info import ModelInfo
 from fedguild.model.packed_rows import PADDING_LIMIT, pads_attention
 from fedguild.model.plan import AdapterPlan
@@ -123,6 +124,7 @@ class Trainer:
                 private=None if self.private is None else [self.private(part.client, round_index) for part in work],
             )
             uploads = method.local_update(cohort)
+        give_back_if_scarce()
         peak = peak_bytes(self.backbone.device)
         routing = cohort.routing if self.backbone.info.moe else None
         frequency = None if routing is None else routing.frequency().float().cpu()

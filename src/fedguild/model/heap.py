@@ -23,9 +23,11 @@ _PART_OF_MEMORY = 64
 _LEAST, _MOST = 32 << 20, 1 << 30
 """Bytes from which a block has its own mapping, which is always given back: a part of the machine's memory.
 
-A kept block may be split by small allocations, so that the next large one takes new memory; that
-happens a few times until the layout settles. An older glibc accepts at most `_LEAST`.
+A kept block may be split by small allocations, so that the next large one takes new memory. Where sequences differ in
+length that goes on for a whole run (`give_back_if_scarce`). An older glibc accepts at most `_LEAST`.
 """
+_SPARE = 4
+"""Kept pages are given back when less than this part of the machine's memory, a quarter, is available."""
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_")
 
 
@@ -58,3 +60,10 @@ def give_back_freed_pages() -> None:
     if sys.platform.startswith("linux"):
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)
+
+
+def give_back_if_scarce() -> None:
+    """Gives kept pages back where the machine has little memory left, after a cohort has trained."""
+    memory = psutil.virtual_memory()
+    if memory.available * _SPARE < memory.total:
+        give_back_freed_pages()
