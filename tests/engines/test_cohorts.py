@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,14 @@ def test_enough_trains_so_many_and_tells_the_others_in_client_order(olmoe_backbo
             assert delivery.failure == "not needed: 2 others were faster"
     trained = {name for name, files in kept_rounds(tmp_path / "some").items() if "round-00002.memory" in files}
     assert trained == {CLIENTS[index].name for index in needed}
+
+
+def test_every_cohort_gives_back_memory_that_is_scarce(olmoe_backbone, flame, tmp_path, monkeypatch):
+    given_back = []
+    monkeypatch.setattr(cohorts_module, "give_back_if_scarce", lambda: given_back.append(None))
+    engine = engine_of(olmoe_backbone, flame, tmp_path, 2)
+    list(engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone), Wait()))
+    assert len(given_back) == math.ceil(len(CLIENTS) / 2)
 
 
 def test_no_cohort_begins_after_the_deadline_and_one_that_has_begun_is_waited_for(

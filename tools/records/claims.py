@@ -63,9 +63,11 @@ def claims_in_short(table: Table, records: Sequence[CellRecord], unjudged: Colle
 def _decided(differences: Mapping[str, Spread | None]) -> str:
     """Returns a verdict with the difference that decides it: `does not hold: -0.031 ± 0.012 (flexlora)`."""
     word = verdict(differences.values()) if differences else "no verdict"
-    known = {row: gap for row, gap in differences.items() if gap is not None and gap.count > 1}
+    known = {row: gap for row, gap in differences.items() if gap is not None}
     if not known or word == "not recorded":
         return word
+    if few := [row for row, gap in known.items() if gap.count < FEWEST_SEEDS]:
+        return f"{word}, with fewer than {FEWEST_SEEDS} seeds of {', '.join(few)}"
     end = 1 if word == "does not hold" else -1  # of the interval that decides
     row, gap = min(known.items(), key=lambda one: one[1].mean + end * half_width(one[1]))
     return f"{word}: {interval(gap)} ({row})"

@@ -22,7 +22,7 @@ COSTS = ("up", "down", "FLOPs")
 
 
 def cost_of(record: CellRecord, name: str, score: str = MEAN) -> float | None:
-    """Returns what a client spends, the mean over the clients; None where it is not known.
+    """Returns what a client spends, bytes as means over the clients; None where it is not known.
 
     Args:
         record: The cell.

@@ -35,8 +35,8 @@ _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MA
 def keep_freed_pages() -> bool:
     """Lets glibc's allocator keep freed pages, for this process and until it ends.
 
-    The process then stays at its peak size. Settings of the allocator by the environment variables of mallopt(3)
-    take precedence.
+    The process then stays at its peak size, unless memory is scarce (`give_back_if_scarce`). Settings of the allocator
+    by the environment variables of mallopt(3) take precedence.
 
     Returns:
         Whether freed pages are kept; False on other systems, with another C library, or with settings by the user.
