@@ -113,7 +113,7 @@ def test_a_claim_in_short_has_the_difference_that_decides_it_by_score_and_by_nat
         "equal",
     ]
     (line,) = claims_in_short(table(claims=[claim]), [one for one in records if one.row != "trivial" or one.seed == 0])
-    assert line[2] == "undecided at this scale, with fewer than 3 seeds of trivial"
+    assert line[2] == "undecided at this scale: fewer than 3 seeds in common with trivial"
     (line,) = claims_in_short(table(claims=[claim]), records, unjudged=["fedit"])
     assert line[2] == "holds: +0.400 ± 0.000 (trivial)"
     (line,) = claims_in_short(table(claims=[claim]), records, unjudged=["flame"])

@@ -67,7 +67,7 @@ def _decided(differences: Mapping[str, Spread | None]) -> str:
     if not known or word == "not recorded":
         return word
     if few := [row for row, gap in known.items() if gap.count < FEWEST_SEEDS]:
-        return f"{word}, with fewer than {FEWEST_SEEDS} seeds of {', '.join(few)}"
+        return f"{word}: fewer than {FEWEST_SEEDS} seeds in common with {', '.join(few)}"
     end = 1 if word == "does not hold" else -1  # of the interval that decides
     row, gap = min(known.items(), key=lambda one: one[1].mean + end * half_width(one[1]))
     return f"{word}: {interval(gap)} ({row})"
