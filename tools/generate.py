@@ -256,7 +256,7 @@ def _to_run(page: Path) -> str:
     lines = [["table", "cells to run", "of", "hours of one core"]]
     for plan in every:
         left = counts.left(plan)
-        if left.missing:
+        if left.missing or left.choices:
             hours = "unknown" if left.hours is None else f"{left.hours:.1f}"
             lines.append([f"`{plan.name}`", str(left.missing), str(left.cells), hours])
     return _as_markdown(lines)

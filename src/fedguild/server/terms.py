@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.core.payload import Payload
+from fedguild.model.targets import layer_of
 from fedguild.privacy.secure_sum.form import Contribution, Floats, Form, LinearMean
 from fedguild.server.aggregation import Weight, WeightedMean, pad_rank, rank_axis
 
@@ -180,7 +181,7 @@ def mean_by_expert(part: str, sent: Upload, experts: Mapping[str, Tensor]) -> Te
     key, weight = weight_of(sent.client, "size")
     received, terms = sent.download.part(part), {}
     for name, value in sent.payload.part(part).items():
-        path = name.rsplit(".", 2)[0]
+        path = layer_of(name)
         before = received[name] if received else None
         if path in experts:
             terms[f"{part}/{name}"] = Term(value, experts[path], path, 0, before)

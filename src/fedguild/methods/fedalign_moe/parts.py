@@ -12,6 +12,7 @@ from torch import Tensor
 from fedguild.core.payload import ADAPTER
 from fedguild.model.adapters.full_router import delta_name
 from fedguild.model.info import ModelInfo
+from fedguild.model.targets import layer_of
 
 Value = TypeVar("Value")
 EXPERTS, GATE = "experts", "gate"
@@ -33,7 +34,7 @@ def by_layer(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
     """Returns experts' path -> name -> tensor: `….experts` of `….experts.up_proj.lora_A`."""
     layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
-        layers[name.rsplit(".", 2)[0]][name] = tensor
+        layers[layer_of(name)][name] = tensor
     return layers
 
 

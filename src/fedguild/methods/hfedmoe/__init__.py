@@ -50,6 +50,7 @@ from fedguild.core.payload import ADAPTER, Payload
 from fedguild.methods.hfedmoe.importance import Importance
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
+from fedguild.model.targets import layer_of
 from fedguild.server.limits import require_budgets, require_within_top_k
 from fedguild.server.method import Facts, Method, Roster, ServerCosts
 from fedguild.server.schema import Bound, Schema, entries
@@ -187,7 +188,7 @@ def only(cohort: Cohort, chosen: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     updated = {}
     for name, trainable in cohort.trainables.items():
-        path = name.rsplit(".", 2)[0]
+        path = layer_of(name)
         if path in chosen:
             updated[name] = chosen[path].T
             if trainable.stored.grad is not None:
