@@ -358,6 +358,7 @@ def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_plan
     monkeypatch.setattr(generate, "RECORDS", tmp_path / "records")
     rates = ["1e-3", "4e-3"]
     choose = {"setting": "training.learning_rate", "values": rates, "seed": 100, "column": "dirichlet-0.5"}
+    choose |= {"settings": ["federation.rounds=2"]}
     settings = {"seeds": [0], "settings": ["data.train=$DATA/train.json"], "choose": choose}
     plan = recording.Plan("flame/table-2-tiny", settings, tmp_path / "data")
     assert plan.needs_data()
@@ -371,14 +372,15 @@ def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_plan
             float(value),
         )
         assert config.data.train == str(tmp_path / "data/train.json")
+        assert config.federation.rounds == 2
         write_small(
             candidate.cell.folder, name="flame", seed=100, final=dict.fromkeys(FLAME_FINAL, 0.3 + 10 * float(value))
         )
     plan.chosen("flame")
     assert plan.choice("flame").chosen == "4e-3"
-    assert {(cell.cell.config.name, cell.cell.config.training.learning_rate) for cell in plan.cells()} == {
-        ("flame", 4e-3)
-    }
+    configs = [cell.cell.config for cell in plan.cells()]
+    assert {(config.name, config.training.learning_rate) for config in configs} == {("flame", 4e-3)}
+    assert all(config.federation.rounds != 2 for config in configs), "the choice's settings are not the table's"
     elsewhere = recording.Plan("flame/table-2-tiny", settings, tmp_path / "elsewhere")
     assert [cell.fingerprint for cell in elsewhere.cells()] == [cell.fingerprint for cell in plan.cells()]
     write_small(plan.cells()[0].cell.folder, name="flame", seed=0)
@@ -386,7 +388,9 @@ def test_a_setting_is_chosen_on_validation_examples_before_a_rows_cells_are_plan
     assert str(tmp_path) not in recorded
     assert "$DATA/train.json" in recorded
     sentence = "`training.learning_rate` was chosen for each row before, among 1e-3, 4e-3, by the mean score"
-    assert sentence in generate.table_pages()[generate.TABLE_PAGES / "flame-table-2-tiny.md"]
+    page = generate.table_pages()[generate.TABLE_PAGES / "flame-table-2-tiny.md"]
+    assert sentence in page
+    assert "(seed 100, dirichlet-0.5, with `federation.rounds=2`)" in page
     assert plan.is_chosen("flame")
     changed = {**settings, "choose": {**choose, "values": ["1e-3"]}}
     assert recording.Plan("flame/table-2-tiny", changed, None).choice("flame") is None, "it was chosen among others"

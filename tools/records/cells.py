@@ -118,6 +118,7 @@ class ChoiceRecord(BaseModel):
         together: Whether all rows of the table get one value, the best in the mean over them (`best_together`).
         repeats: Value -> fingerprint -> score of its runs with further seeds.
         chance: The score of guessing; None if the choice is not held against it.
+        settings: The settings of these runs alone, such as fewer rounds.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -134,6 +135,7 @@ class ChoiceRecord(BaseModel):
     together: bool = False
     repeats: dict[str, dict[str, float]] = Field(default_factory=dict)
     chance: float | None = None
+    settings: tuple[str, ...] = ()
 
     def by_score(self, score: str) -> dict[str, float]:
         """Returns value -> a score of its run, of the values whose runs have it."""

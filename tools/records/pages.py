@@ -206,10 +206,11 @@ def _chosen(choices: Sequence[ChoiceRecord]) -> str:
     ways: dict[tuple[str, ...], list[ChoiceRecord]] = {}
     for choice in choices:
         way = (choice.setting, ", ".join(choice.tried), choice.score, choice.column, str(choice.seed))
-        ways.setdefault(way, []).append(choice)
+        ways.setdefault((*way, *choice.settings), []).append(choice)
     sentences = []
-    for (setting, values, score, column, seed), members in ways.items():
+    for (setting, values, score, column, seed, *settings), members in ways.items():
         where = "" if column == ONLY_COLUMN else f", {column}"
+        where += f", with {' '.join(f'`{one}`' for one in settings)}" if settings else ""
         validated = f"by the {TITLES.get(score, score)} score on the validation examples"
         if members[0].together:
             means, best = mean_over_rows(members), best_together(members)

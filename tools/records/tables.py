@@ -8,7 +8,8 @@ Without --data, `../shared/data` is the folder of the data sets where it exists.
 
 Where the plan says `choose`, a setting of each row is chosen first, by runs of a seed of their own that are scored on
 the validation examples; with `together`, all rows get the value that is best in the mean over them. With `repeats`
-every value is tried with those seeds as well, and the best in the mean over the seeds is taken. With `chance`, the
+every value is tried with those seeds as well, and the best in the mean over the seeds is taken; `settings` are those of
+the choice's runs alone, such as fewer rounds. With `chance`, the
 score of guessing, a choice is refused whose best value is within its spread over the seeds of chance: the row's cells
 do not run. A table of the same runs on validation examples, such as flame/rates-smollm2, spares a choice its own.
 A run that another table has recorded with the very same settings is not run again, and where the plan says `longer`, a
@@ -57,8 +58,8 @@ DATA = "$DATA"
 """Stands in the plan for the folder of `--data`, and in the records too."""
 USUAL_DATA = ROOT.parent / "shared" / "data"
 """The folder of the data sets where none is given and this one exists."""
-OF_LENGTH = ("federation.rounds=", "evaluation.every=", "evaluation.eval_on_start=")
-"""Settings of how long a run is, which leave a round as long as it was, nearly."""
+OF_LENGTH = ("federation.rounds=", "evaluation.every=", "evaluation.eval_on_start=", "training.learning_rate=")
+"""Settings that leave a round as long as it was, nearly: of how long a run is, and the learning rate."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,13 @@ class Plan:
 
     def candidate_overrides(self, value: str) -> tuple[str, ...]:
         """Returns the settings of a run that tries a value."""
-        return (*self.overrides, "evaluation.split=validation", f"{self.settings['choose']['setting']}={value}")
+        choose = self.settings["choose"]
+        return (
+            *self.overrides,
+            *choose.get("settings", ()),
+            "evaluation.split=validation",
+            f"{choose['setting']}={value}",
+        )
 
     @cached_property
     def fingerprint(self) -> Callable[[str, str, int, tuple[str, ...]], str]:
@@ -339,6 +346,7 @@ class Plan:
             together=self.chooses_together,
             repeats=repeats,
             chance=choose.get("chance"),
+            settings=tuple(choose.get("settings", ())),
         ).write(RECORDS)
 
     def cells(self) -> list[Planned]:
@@ -548,7 +556,8 @@ class Listing:
             for fingerprint in self._untried(plan, row):
                 choose = plan.settings["choose"]
                 choices += 1
-                rounds += plan.config(row, choose["column"], choose["seed"], plan.overrides).federation.rounds
+                overrides = plan.candidate_overrides(str(choose["values"][0]))
+                rounds += plan.config(row, choose["column"], choose["seed"], overrides).federation.rounds
                 self._known.add(("tried", fingerprint))
             for state, number in self._cells(plan, row):
                 found[state] += 1
