@@ -9,12 +9,11 @@ Without --data, `../shared/data` is the folder of the data sets where it exists.
 Where the plan says `choose`, a setting of each row is chosen first, by runs of a seed of their own that are scored on
 the validation examples; with `together`, all rows get the value that is best in the mean over them. With `repeats`
 every value is tried with those seeds as well, and the best in the mean over the seeds is taken; `settings` are those of
-the choice's runs alone, such as fewer rounds. With `chance`, the
-score of guessing, a choice is refused whose best value is within its spread over the seeds of chance: the row's cells
-do not run. A table of the same runs on validation examples, such as flame/rates-smollm2, spares a choice its own.
-A run that another table has recorded with the very same settings is not run again, and where the plan says `longer`, a
-column of fewer rounds is read from the runs of one of more. The pages are written by `tools/generate.py`, which reads
-the records and nothing else.
+the choice's runs alone, such as fewer rounds. With `chance`, the score of guessing, a choice is refused whose best
+value is within its spread over the seeds of chance: the row's cells do not run. A table of the same runs on validation
+examples, such as flame/rates-smollm2, spares a choice its own. A run that another table has recorded with the very same
+settings is not run again, and where the plan says `longer`, a column of fewer rounds is read from the runs of one of
+more. The pages are written by `tools/generate.py`, which reads the records and nothing else.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ DATA = "$DATA"
 """Stands in the plan for the folder of `--data`, and in the records too."""
 USUAL_DATA = ROOT.parent / "shared" / "data"
 """The folder of the data sets where none is given and this one exists."""
-OF_LENGTH = ("federation.rounds=", "evaluation.every=", "evaluation.eval_on_start=", "training.learning_rate=")
-"""Settings that leave a round as long as it was, nearly: of how long a run is, and the learning rate."""
+OF_LENGTH = ("federation.rounds=", "evaluation.every=", "evaluation.eval_on_start=")
+"""Settings of how long a run is, which leave a round as long as it was, nearly."""
 
 
 @dataclass(frozen=True)
