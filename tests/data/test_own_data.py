@@ -56,6 +56,8 @@ CONVERSATIONS: list[tuple[str, dict[str, Any], list[tuple[str, str]]]] = [
     ("ShareGPT", {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, TWO),
     ("conversational prompts", {"prompt": turns("a"), "completion": [turns("x", "b")[1]]}, TWO),
     ("conversational prompts", {"prompt": turns("a"), "completion": "b"}, TWO),
+    ("conversational prompts", {"prompt": turns("a"), "completion": "b", "system": "s", "history": [["x", "y"]]},
+     [("system", "s"), ("user", "x"), ("assistant", "y"), *TWO]),
     ("with a system message or a history", {**PAIR, "system": "s", "history": []},
      [("system", "s"), ("user", PAIR["instruction"]), ("assistant", PAIR["response"])]),
     ("with a system message or a history", {**PAIR, "input": "in", "system": "", "history": [["a", "b"]]},
@@ -113,6 +115,24 @@ def test_a_conversation_without_an_answer_is_left_out_and_counted(tmp_path: Path
     corpus = load(tmp_path, lines({"messages": turns("a", "b")}, {"messages": messages}))
     assert len(corpus.train) == 1
     assert corpus.dropped == {"training conversations without an assistant turn that answers": 1}
+
+
+def test_a_prompt_without_a_completion_is_left_out_and_counted(tmp_path: Path):
+    corpus = load(tmp_path, lines(*({"prompt": turns("a"), "completion": end} for end in (turns("x", "b")[1:], []))))
+    assert [said(one) for one in corpus.train] == [TWO]
+    assert corpus.dropped == {"training conversations without an assistant turn that answers": 1}
+
+
+def test_a_message_by_other_names_is_an_error_and_not_an_empty_turn(tmp_path: Path):
+    other = [{"role": "user", "text": "a"}, *turns("x", "b")[1:]]
+    with pytest.raises(DataError, match=r"Row 2 of .*, column messages: a message that says nothing .*'text': 'a'"):
+        load(tmp_path, lines({"messages": turns("a", "b")}, {"messages": other}))
+
+
+def test_a_column_of_messages_by_another_name_is_pointed_out(tmp_path: Path):
+    with pytest.raises(DataError) as caught:
+        load(tmp_path, lines({"number": 1, "msgs": turns("a", "b")}))
+    assert "data.options.messages_column=msgs" in str(caught.value.hint)
 
 
 def test_calls_and_results_of_tools(tmp_path: Path):

@@ -38,6 +38,8 @@ sys.exit(int(sys.argv[4]))
 ENROLMENT = """
 import json, sys
 work = json.load(sys.stdin)
+with open(sys.argv[3], "a") as asked:
+    print(json.dumps(work), file=asked)
 for name in [*work.get("register", {}), *work.get("revoke", [])]:
     print(json.dumps({"name": name, "fault": sys.argv[1]}))
 print(sys.argv[2], file=sys.stderr)
@@ -56,7 +58,12 @@ class Guild:
         self.fault = self.dead = ""
         patch.setattr(operations, "_flwr", lambda *_: subprocess.CompletedProcess([], 0, stdout=self.listed))
         patch.setattr(operations, "OUTCOME_SECONDS", 0.1)
-        patch.setattr(commands, "enrolment", lambda: [sys.executable, "-c", ENROLMENT, self.fault, self.dead])
+        self.asked = folder / "asked.jsonl"
+        patch.setattr(
+            commands,
+            "enrolment",
+            lambda: [sys.executable, "-c", ENROLMENT, self.fault, self.dead, str(self.asked)],
+        )
         patch.setattr(commands, "start_run", self._start_run)
 
     def _start_run(self, folder: Path, ticket: str, *, stream: bool, round: int | None) -> list[str]:
@@ -210,6 +217,53 @@ def test_a_revoked_client_is_out_and_a_new_key_lets_it_in_again(guild: Guild) ->
     assert operations.revoke(guild.folder, "client-001").startswith("client-001 is out;")
 
 
+def test_a_key_that_was_revoked_while_the_server_was_down_is_shut_out_when_it_starts(guild: Guild) -> None:
+    """Also if the client's new key is there by then: the old one goes first."""
+    guild.run()
+    guild.dead = "connection refused"
+    written = (guild.folder / "nodes" / "client-001.pub").read_bytes()
+    for _ in range(2):  # the command can be repeated
+        with pytest.raises(FedGuildError, match=r"nothing from client-001 any more, .*refused") as caught:
+            operations.revoke(guild.folder, "client-001")
+        assert "when it starts" in caught.value.hint
+    guild.dead = ""
+    (guild.folder / "nodes" / "client-001.pub").write_bytes(written)
+    guild.asked.unlink()
+    guild.run()
+    revoked, registered = [json.loads(line) for line in guild.asked.read_text().splitlines()]
+    assert revoked == {"revoke": ["client-001"]}
+    assert list(registered["register"]) == ["client-001"]
+    guild.asked.unlink()
+    guild.run()
+    assert not guild.asked.exists(), "all is known by now"
+
+
+def test_a_run_whose_output_breaks_off_is_waited_for(guild: Guild, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process goes on: it holds the run, and writes the outcome when it ends."""
+    outcome, guild.outcome = guild.outcome, ""
+    holders = iter([None, "process 1", "process 1", "process 1"])
+
+    def holder(run: Path) -> str | None:
+        answer = next(holders, None)
+        if answer is None and guild.said:
+            (path,) = tickets
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(outcome)
+        return answer
+
+    tickets: list[Path] = []
+    start = guild._start_run
+
+    def start_run(folder: Path, ticket: str, **options: Any) -> list[str]:
+        tickets.append(guild.state / "outcomes" / f"{ticket}.json")
+        return start(folder, ticket, **options)
+
+    monkeypatch.setattr(commands, "start_run", start_run)
+    monkeypatch.setattr(operations, "holder", holder)
+    assert guild.run() == {"status": "done", "rounds": 1}
+    assert [line for line in guild.said if "the run goes on" in line] == [guild.said[-1]]
+
+
 def test_ctrl_c_asks_the_run_to_stop_and_a_second_one_does_not_wait(guild: Guild) -> None:
     class Output:
         """Lines between which the user presses Ctrl-C."""
@@ -230,7 +284,7 @@ def test_ctrl_c_asks_the_run_to_stop_and_a_second_one_does_not_wait(guild: Guild
 
     def follow(*lines: str | type[BaseException]) -> None:
         run: Any = SimpleNamespace(stdout=Output(*lines), terminate=lambda: guild.said.append("terminated"))
-        operations._follow(run, guild.said.append, guild.state)
+        operations._follow(run, guild.said.append, guild.state, None)
 
     guild.state.mkdir(exist_ok=True)
     follow("\x1b[92mRound 1.\x1b[0m\n", KeyboardInterrupt, "Stopped.\n")

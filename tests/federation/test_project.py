@@ -15,6 +15,7 @@ from fedguild.core.errors import ConfigError
 from fedguild.federation.checks import data_faults
 from fedguild.federation.project import write_project
 from fedguild.federation.site import load_server, load_site
+from fedguild.server.sampling import quorum_count
 
 pytest.importorskip("flwr")
 
@@ -124,6 +125,13 @@ def test_a_run_that_could_not_begin_is_refused_and_nothing_is_written(clients, c
     for reason in reasons:
         assert reason in str(raised.value)
     assert not (tmp_path / "g").exists()
+
+
+@pytest.mark.parametrize("clients", [2, 3])
+def test_no_client_is_ever_aggregated_alone(clients: int, tmp_path: Path) -> None:
+    config = write_project(tmp_path / "union", clients, "fedit/tiny-tasks")
+    assert quorum_count(clients, config.federation.quorum) >= 2
+    assert load_site(tmp_path / "union/client-000").accept.min_clients == 2
 
 
 def test_a_secure_run_needs_no_data_at_the_server(tmp_path: Path) -> None:

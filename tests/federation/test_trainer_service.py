@@ -156,6 +156,21 @@ def test_a_download_or_a_model_that_is_none_is_refused(damage: str, config: Conf
     assert [path.name for path in kept.parent.iterdir() if not path.is_symlink()] == [kept.name]
 
 
+def test_a_run_that_went_back_delivers_another_model_of_the_same_round(config: Config, trainer: TrainerService) -> None:
+    """And going back to a model that was delivered before makes it the latest again."""
+    request = train_request(config, kind="deliver")
+    sent = read_payload(request.body, "test")
+    other = Payload({name: tensor + 1 for name, tensor in sent.tensors.items()}, sent.scalars)
+    latest = trainer.work / "models/latest"
+    delivered = []
+    for message in (request, replace(request, body=encode(other)), request):
+        assert not trainer.handle(message).failure
+        delivered.append([path.read_bytes() for path in sorted(latest.rglob("*.safetensors"))])
+    assert delivered[0]
+    assert delivered[0] == delivered[2] != delivered[1]
+    assert len([path for path in latest.parent.iterdir() if not path.is_symlink()]) == 2
+
+
 def test_the_same_round_of_many_models_is_refused(config: Config, tmp_path: Path) -> None:
     """Also by the trainer that was started anew; the first request, word for word, gets the same answer again."""
     changes = [{}, {"accept": {"requests_per_round": 2}}, {}]

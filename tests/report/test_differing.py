@@ -34,5 +34,15 @@ def test_settings_and_shared_options_are_listed_and_what_names_a_run_is_not() ->
     ]
 
 
+def test_a_setting_that_one_row_lacks_differs_unless_it_is_a_methods_own() -> None:
+    plain = run_of("flame/tiny-tasks", temperature=2)
+    other = run_of("fedit/tiny-tasks")
+    other = replace(other, config={**other.config, "data": {**other.config["data"], "options": {"largest": 20}}})
+    assert differing_settings({"a": [plain], "b": [other]}) == {"data.options.largest": {"b": "20"}}
+    grid = differing_grid({"a": [plain], "b": [other]})
+    assert grid is not None
+    assert [cell.text for cell in grid.rows[0]] == ["data.options.largest", "–", "20"]
+
+
 def test_alike_configs_differ_in_nothing() -> None:
     assert differing_grid({"a": [run_of("flame/tiny-tasks")], "b": [run_of("fedit/tiny-tasks")]}) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from dataclasses import asdict
 from itertools import groupby
@@ -26,7 +27,9 @@ EXAMPLES = (
     "fedguild data chats.jsonl --model HuggingFaceTB/SmolLM2-135M-Instruct --html chats.html",
     "fedguild data ours.csv data.options.instruction_column=Frage --examples 1",
     "fedguild data fedguild.yaml data.train_on=last_turn",
+    "fedguild data union/client-000",
 )
+SITE_FILE = "site.yaml"
 LEARNED, READ = "bold green", "dim"
 MOST_LABELS = 10
 BAR = 30
@@ -36,8 +39,9 @@ def command(
     source: Annotated[
         str | None,
         typer.Argument(
-            metavar="FILE|CONFIG",
-            help="Data (a file, a folder, or a pattern in quotes), or a preset or YAML file; by default fedguild.yaml.",
+            metavar="FILE|CONFIG|SITE",
+            help="Data (a file, a folder, or a pattern in quotes), a preset or YAML file, or the folder of a "
+            "federation's client; by default fedguild.yaml.",
             show_default=False,
         ),
     ] = None,
@@ -59,8 +63,11 @@ def command(
     if html and html.suffix != ".html":
         raise ConfigError(f"--html writes a page, but {html} does not end in .html.")
     given = [*(overrides or ()), *([f"model.path={model}"] if model else [])]
-    if source is not None and not is_setting(source) and _is_data(source):
-        title = source
+    is_default = False
+    if source is not None and (site := _site_folder(Path(source))) is not None:
+        title, view = source, _view_of_site(site, given, examples)
+    elif source is not None and not is_setting(source) and _is_data(source):
+        title, is_default = source, not any(setting.startswith("model.path=") for setting in given)
         view = fedguild.inspect_data(None, *given, dataset=source, examples=examples)
     else:
         title, settings = config_and_settings(source, given)
@@ -73,16 +80,32 @@ def command(
         note(sentence)
     if not view.lengths:
         note("The tokenizer is not on this machine: no tokens are shown. Name a model with --model.")
+    if is_default:
+        note("Tokens and chat template are those of the small model that ships: name your own with --model.")
     if html:
         from fedguild.report.html import write_data
 
         note(f"Page: {write_data(view, html, title)}")
 
 
-def _is_data(source: str) -> bool:
-    from fedguild.data.corpora.source import is_data
+def _site_folder(source: Path) -> Path | None:
+    """Returns the folder of a federation's client, given by itself or by its file; None for anything else."""
+    folder = source.parent if source.name == SITE_FILE else source
+    return folder if (folder / SITE_FILE).is_file() else None
 
-    return is_data(source)
+
+def _view_of_site(folder: Path, settings: list[str], examples: int) -> DataView:
+    from fedguild.federation.site import data_config, load_site
+
+    config = data_config(load_site(folder))
+    with contextlib.chdir(folder):  # where the site's relative paths begin
+        return fedguild.inspect_data(config, *settings, examples=examples)
+
+
+def _is_data(source: str) -> bool:
+    from fedguild.data.corpora.source import is_data, kind_of
+
+    return is_data(source) or kind_of(Path(source)) is not None  # a table that is not there, too, is no config
 
 
 def _shown(view: DataView) -> list[Any]:

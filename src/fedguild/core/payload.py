@@ -60,6 +60,13 @@ def with_part(name: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"{name}/{key}": value for key, value in tensors.items()}
 
 
+def is_unchanged(before: Payload, after: Payload) -> bool:
+    """Returns whether a payload has tensors, and all of them are the same, bit for bit, in another."""
+    if not before.tensors or before.tensors.keys() != after.tensors.keys():
+        return False
+    return all(torch.equal(value, after.tensors[name]) for name, value in before.tensors.items())
+
+
 def digest_of(tensors: Mapping[str, Tensor]) -> str:
     """Returns a hash of named tensors, by their names and bits."""
     content = hashlib.sha256()

@@ -35,6 +35,7 @@ _NESTED = ("messages", "history", "tools", "choices", "instruction", "response",
 CALLS = ("function_call", "tool_call")
 """Roles of ShareGPT's messages in which the assistant calls tools; the text is JSON."""
 _MORE = ("tool_calls", "name", "tool_call_id", "reasoning_content", "thinking")
+_A_MESSAGE = "a message with role and content, or from and value"
 _HUMAN_AND_ASSISTANT = "\n\nAssistant:"
 """What asks for the answer in Anthropic's HH-RLHF."""
 
@@ -287,11 +288,13 @@ def _messages(key: str, value: Any, row: _Row) -> Iterator[Message]:
 
 def _message(key: str, raw: Any, row: _Row) -> Message:
     if not isinstance(raw, Mapping):
-        raise row.error(key, _kind(raw), "a message with role and content, or from and value")
+        raise row.error(key, _kind(raw), _A_MESSAGE)
     said = raw.get("role", raw.get("from"))
     name = str(said).strip().lower()
     if name not in ROLE_OF and name not in CALLS:
         raise row.error(key, f"a message of the role {said!r}", ", ".join(ROLE_OF))
+    if not raw.keys() & {"content", "value", *_MORE}:
+        raise row.error(key, f"a message that says nothing ({str(dict(raw))[:60]})", _A_MESSAGE)
     content = _content(key, raw.get("content", raw.get("value")), row)
     more = {field: raw[field] for field in _MORE if raw.get(field)}
     if name in CALLS:
@@ -339,25 +342,30 @@ def _as_functions(tools: Any) -> list[Any]:
 
 
 def _of_pairs(row: _Row) -> Iterator[Message]:
+    yield from _of_system(row)
+    yield from _of_history(row)
     for key, role in (("instruction", "user"), ("response", "assistant")):
         value = row.cells[key]
-        if is_messages(value):
+        if isinstance(value, list) or is_messages(value):
             yield from _messages(key, value, row)
         else:
             yield Message(role, row.text(key, value))
 
 
 def _of_turns(row: _Row) -> Iterator[Message]:
-    if row.cells["system"]:
-        yield Message("system", row.cell("system"))
+    yield from _of_system(row)
+    yield from _of_history(row)
+    asked = [row.cell(key) for key in ("instruction", "input")]
+    yield Message("user", "\n\n".join(one for one in asked if one.strip()))
+    yield Message("assistant", row.cell("response"))
+
+
+def _of_history(row: _Row) -> Iterator[Message]:
     history = row.parsed("history", row.cells["history"]) if row.cells["history"] else []
     for pair in _pairs(history, row):
         yield from (
             Message(role, row.text("history", one)) for role, one in zip(("user", "assistant"), pair, strict=True)
         )
-    asked = [row.cell(key) for key in ("instruction", "input")]
-    yield Message("user", "\n\n".join(one for one in asked if one.strip()))
-    yield Message("assistant", row.cell("response"))
 
 
 def _pairs(history: Any, row: _Row) -> Iterable[Sequence[Any]]:

@@ -94,7 +94,7 @@ def recognise(table: Table, named: Mapping[str, str] | None = None) -> Layout:
         return _layout(SHAREGPT if sharegpt else CHAT, columns, "messages", "system", "tools", *beside)
     if {"instruction", "response"} <= columns.keys():
         if any(is_messages(first[key]) for key in ("instruction", "response")):
-            return _layout(PAIRS, columns, "instruction", "response", "tools", *beside)
+            return _layout(PAIRS, columns, "system", "history", "instruction", "response", "tools", *beside)
         used = ("instruction", "input", "response", "choices", *beside)
         if any(table.first({key: columns[key]})[key] for key in ("system", "history") if key in columns):
             return _layout(TURNS, columns, "system", "history", *used)
@@ -102,10 +102,12 @@ def recognise(table: Table, named: Mapping[str, str] | None = None) -> Layout:
     if "text" in columns and not {"instruction", "response"} & named.keys():
         return _layout(TEXT, columns, "text", *beside)
     lacking = [key for key in ("instruction", "response") if key not in columns]
+    cells = table.first({name: name for name in table.columns})
+    chats = [f"messages_column={name}" for name, cell in cells.items() if is_messages(cell)]
     raise DataError(
         f"{table.where} lacks a column for the {' and the '.join(lacking)}.",
         f"Found: {', '.join(table.columns) or 'no columns'}. Accepted: {ACCEPTED}. Other names are given in "
-        "data.options, for example data.options.instruction_column=Frage.",
+        f"data.options, for example data.options.{next(iter(chats), 'instruction_column=Frage')}.",
     )
 
 

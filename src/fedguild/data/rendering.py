@@ -327,7 +327,8 @@ class Chat:
         ):
             if used and not getattr(self, known):
                 raise DataError(
-                    f"A conversation has {what}, which the chat template does not write.",
+                    f"A conversation has {what}, which the chat template does not write; it begins "
+                    f"{example.messages[0].content[:40]!r}.",
                     "Use a model whose template knows tools, give one as data.chat_template, or leave such "
                     "conversations out.",
                 )

@@ -35,7 +35,7 @@ from fedguild.model.plan import AdapterPlan
 from fedguild.model.slots import SlotModel
 from fedguild.privacy.dp.dp_sgd import DpSgd
 from fedguild.server.engine import Delivery, Task, Wait, not_needed
-from fedguild.server.method import Method
+from fedguild.server.method import Method, returned
 from fedguild.server.sampling import fastest
 
 CohortSize = int | Literal["auto"]
@@ -72,6 +72,22 @@ class Trained:
             memory.save(client, round_index, self.memory)
         if self.left is not None and memory.trained is not None:
             memory.trained.save(client, round_index, self.left)
+
+
+def _uploads(method: Method, cohort: Cohort) -> list[Payload]:
+    """Trains a cohort by its method.
+
+    Raises:
+        FedGuildError: the method does not return an upload for each client.
+    """
+    uploads = method.local_update(cohort)
+    if not isinstance(uploads, list) or len(uploads) != len(cohort.work):
+        given = len(uploads) if isinstance(uploads, list) else f"a {type(uploads).__name__}"
+        raise FedGuildError(
+            f"The `local_update` of {method.name} returned {given}, where a list of {len(cohort.work)} payloads is "
+            "expected, one for each client of the cohort."
+        )
+    return [returned(method, "local_update", upload) for upload in uploads]
 
 
 @dataclass(frozen=True)
@@ -123,7 +139,7 @@ class Trainer:
                 noise_seed=self.noise_seed,
                 private=None if self.private is None else [self.private(part.client, round_index) for part in work],
             )
-            uploads = method.local_update(cohort)
+            uploads = _uploads(method, cohort)
         give_back_if_scarce()
         peak = peak_bytes(self.backbone.device)
         routing = cohort.routing if self.backbone.info.moe else None

@@ -129,20 +129,23 @@ def opened(settings: ServerSettings) -> list[str]:
 def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> list[str]:
     """Registers the clients' keys with Flower; returns a line for each that is new.
 
+    A key that was revoked while Flower's server was down is shut out first.
+
     Args:
         state: The folder that records which keys are registered.
 
     Raises:
-        FedGuildError: Flower refuses a file.
+        FedGuildError: Flower refuses a file, or does not answer.
     """
-    path = state / REGISTERED
-    registered: dict[str, str] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    revocations, names = Revocations(state), list[str]()
+    if pending := sorted(revocations.names() & _registered(state).keys()):
+        _shut_out(pending, state, environment)
+    registered = _registered(state)
     keys = {key.stem: key for key in sorted(nodes.glob("*.pub"))}
     contents = {name: key.read_text("utf-8").strip() for name, key in keys.items()}
     new = {name: str(key.resolve()) for name, key in keys.items() if registered.get(name) != contents[name]}
     if not new:
         return []
-    revocations, names = Revocations(state), list[str]()
     try:
         for name, fault in _enrol({"register": new}, environment):
             if not fault:
@@ -155,7 +158,7 @@ def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> l
             registered[name] = contents[name]
     finally:  # at once: for a thousand keys, one by one, the disk took half of the time
         AuditLog(state).extend("registered", [{"client": name} for name in names])
-        write_json(path, registered)
+        write_json(state / REGISTERED, registered)
     return [f"{name} is registered." for name in names]
 
 
@@ -174,28 +177,44 @@ def revoke(folder: Path, name: str) -> str:
     """
     folder, settings = folder.resolve(), load_server(folder)
     state, key = folder / settings.state, folder / settings.nodes / f"{name}.pub"
-    path = state / REGISTERED
-    registered: dict[str, str] = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    if not key.is_file() and name not in registered:
+    registered, revocations = _registered(state), Revocations(state)
+    if not key.is_file() and name not in {*registered, *revocations.names()}:
         known = ", ".join(sorted({*registered, *(each.stem for each in key.parent.glob("*.pub"))})) or "none"
         raise FedGuildError(f"No key is registered for {name}.", f"Registered: {known}.")
-    Revocations(state).add(name)
+    revocations.add(name)
     AuditLog(state).append("revoked", client=name)
     if key.is_file():
         stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
         make_folder(key.parent / "revoked")
         key.replace(key.parent / "revoked" / f"{name}-{stamp}.pub")
-    if registered.pop(name, None) is not None:
-        write_json(path, registered)
     commands.write_connection(folder, settings)
-    for _, fault in _enrol({"revoke": [name]}, commands.server_environment(folder, settings)):
-        if fault and UNKNOWN not in fault:
-            raise FedGuildError(
-                f"The run takes nothing from {name} any more, but Flower's server still lets it in: {fault[-300:]}",
-                f"Is `fedguild federation server` up? Then repeat the command, or restart the server in {folder} "
-                "to shut it out.",
-            )
+    _shut_out([name], state, commands.server_environment(folder, settings))
     return f"{name} is out; a new key in {settings.nodes}/{name}.pub lets it in again."
+
+
+def _registered(state: Path) -> dict[str, str]:
+    """Returns the keys that Flower's server may know, by client."""
+    path = state / REGISTERED
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+
+def _shut_out(names: Sequence[str], state: Path, environment: Mapping[str, str]) -> None:
+    """Removes the keys of revoked clients from Flower's server; until it has, `register_keys` tries again.
+
+    Raises:
+        FedGuildError: it does not answer, or refuses.
+    """
+    try:
+        faults = [fault for _, fault in _enrol({"revoke": names}, environment) if fault and UNKNOWN not in fault]
+    except FedGuildError as error:
+        faults = [str(error)]
+    if faults:
+        raise FedGuildError(
+            f"The run takes nothing from {', '.join(names)} any more, but Flower's server still lets it in: "
+            f"{faults[0][-300:]}",
+            "The server shuts it out when it starts, before any client can connect; or repeat the command.",
+        )
+    write_json(state / REGISTERED, {name: key for name, key in _registered(state).items() if name not in names})
 
 
 def run_client(folder: Path, echo: Echo) -> None:
@@ -294,16 +313,13 @@ def run_federation(
     ) as run:
         watchdog = Watchdog(run.pid)
         try:
-            _follow(run, echo, state)
+            _follow(run, echo, state, None if detach else path)
         finally:
             watchdog.dismiss()
     if detach:
         if run.returncode:
             raise FedGuildError("Flower did not start the run.", f"Look at {state / 'server.log'}.")
         return {"status": "started", "folder": str(state / RUN), "ticket": ticket}
-    deadline = time.monotonic() + OUTCOME_SECONDS
-    while not path.is_file() and time.monotonic() < deadline:
-        time.sleep(0.2)
     if not path.is_file():
         raise FedGuildError(
             "The run's process ended without reporting an outcome.",
@@ -315,8 +331,12 @@ def run_federation(
     return outcome
 
 
-def _follow(run: subprocess.Popen[str], echo: Echo, state: Path) -> None:
+def _follow(run: subprocess.Popen[str], echo: Echo, state: Path, outcome: Path | None) -> None:
     """Prints a run's output to its end; Ctrl-C asks the run to stop, and a second one does not wait for that.
+
+    Args:
+        run: Flower's program that starts the run and prints its output.
+        outcome: The file that the run writes at its end, to wait for; None does not wait.
 
     Raises:
         KeyboardInterrupt: the user did not wait.
@@ -327,6 +347,8 @@ def _follow(run: subprocess.Popen[str], echo: Echo, state: Path) -> None:
         try:
             for line in run.stdout:
                 echo(without_colour(line.rstrip()))
+            if outcome is not None:
+                _await(outcome, state / RUN, echo)
             return
         except KeyboardInterrupt:
             if asked:
@@ -335,6 +357,20 @@ def _follow(run: subprocess.Popen[str], echo: Echo, state: Path) -> None:
             asked = True
             request_stop(state, "Ctrl-C")
             echo("Stopping the run; Ctrl-C again does not wait for that, and the run still stops.")
+
+
+def _await(outcome: Path, run: Path, echo: Echo) -> None:
+    """Waits for a run's outcome; if only its output has ended, to the end of the run."""
+    deadline = time.monotonic() + OUTCOME_SECONDS
+    told = False
+    while not outcome.is_file():
+        if time.monotonic() >= deadline:
+            if holder(run) is None:
+                return
+            if not told:
+                echo("Flower's server sends no more of the run's output; the run goes on, and this waits for its end.")
+                told = True
+        time.sleep(0.2)
 
 
 def stop_federation(folder: Path, echo: Echo, wait_seconds: float = STOP_SECONDS) -> bool:

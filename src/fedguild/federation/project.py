@@ -68,6 +68,8 @@ def write_project(
     """
     host, port = _host_and_port(address)
     required = [f"federation.clients={clients}", "federation.engine.name=flower", "evaluation.pooled=false"]
+    if clients == 2:  # by half, one upload would be the aggregate
+        required.append("federation.quorum=1.0")
     config = load_config(config_name, [*required, *overrides])
     _require_own(config, clients)
     config = config if shared_data else with_own_data(config, overrides)

@@ -11,6 +11,7 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, ValidationError
 
+from fedguild.config import Config
 from fedguild.config.base import Section
 from fedguild.config.data import DataSettings
 from fedguild.config.explaining import Layer, explained
@@ -362,6 +363,19 @@ def load_site(folder: Path) -> SiteSettings:
             f"Choose a share from 0 to {site.data.shares - 1}.",
         )
     return site
+
+
+def data_config(site: SiteSettings) -> Config:
+    """Returns a config that locates the site's data and model, and belongs to no run."""
+    return Config.model_validate(
+        {
+            "method": "fedit",
+            "model": site.model.model_dump(),
+            "data": site.data.model_dump(exclude={"seed", "shares", "share"}),
+            "federation": {"clients": site.data.shares},
+            "seed": site.data.seed,
+        }
+    )
 
 
 def load_server(folder: Path) -> ServerSettings:

@@ -30,7 +30,7 @@ from fedguild.core.codec import decode, encode, shrink
 from fedguild.core.errors import ConfigError, FedGuildError, UploadError, nearest
 from fedguild.core.files import make_folder, write_bytes
 from fedguild.core.layout import MEMORY
-from fedguild.core.payload import Payload
+from fedguild.core.payload import Payload, digest_of
 from fedguild.core.plugins import installed
 from fedguild.core.progress import Silent
 from fedguild.core.score_names import names_of
@@ -46,7 +46,7 @@ from fedguild.federation.exposure import Exposure, exposure
 from fedguild.federation.flower.engine import read_payload
 from fedguild.federation.flower.message import Message
 from fedguild.federation.schema import REFUSED, MessageKind, Request, ScoreRequest, SecureRequest, read_metadata
-from fedguild.federation.site import SiteSettings
+from fedguild.federation.site import SiteSettings, data_config
 from fedguild.federation.site_policy import RequestLog, SitePolicy, Terms
 from fedguild.federation.sum_log import FILE as SUMS
 from fedguild.federation.sum_log import SumLog
@@ -71,6 +71,8 @@ from fedguild.runs.setup import (
     PreparedData,
     budgets_of,
     check_fit,
+    data_sentences,
+    dropped_of,
     fitted,
     load_model,
     method_of,
@@ -109,7 +111,6 @@ SCORES = "scores"
 """What `federation.secure_disclose` and `accept.disclose` call the scores of a client's own model."""
 WITHHELD = "it failed; the reason is in its site's log, as it may tell of the site's data"
 """What a private run's server hears of an error that is no refusal."""
-_DATA_ONLY = {"seed", "shares", "share"}
 
 
 class _RefusalError(FedGuildError):
@@ -226,8 +227,10 @@ class TrainerService:
         """
         if self.site.model_format == "gguf":
             require_converter()
-        self._client_data()
-        self._load_once(self._data_config())
+        config, data = data_config(self.site), self._prepared_data()
+        for sentence in data_sentences(data.corpus, dropped_of(data, config)):
+            print(sentence, flush=True)
+        self._load_once(config)
 
     def _hello(self, message: Message) -> Message:
         config, data = self._config(message), self._client_data()
@@ -248,6 +251,7 @@ class TrainerService:
             "fedguild": fedguild.__version__,
             "torch": installed("torch"),
             "model": model_digest(backbone.info),
+            "texts": self._texts(backbone),
             "backbone_loads": self.loads,
             "summary": f"{sizes['train']} training examples, budget {budget}, {backbone_text}",
         }
@@ -371,11 +375,14 @@ class TrainerService:
         session = self._session(message.run, self._admitted_config(message))
         _require_none(self._count_refusal(message, session))
         experiment = session.experiment
-        folder = self.work / MODELS / f"{experiment.config.name}-{message.run[:8]}-round-{message.round:05d}"
-        if folder.exists():
-            return message.reply(metadata={"folder": folder.name, "form": "already there"})
         state = _state(message)
         check_received(state, session.needed, "the model's state")
+        # a run that went back to an earlier round delivers another model of the same round
+        name = f"{experiment.config.name}-{message.run[:8]}-round-{message.round:05d}-{digest_of(state.tensors)[:8]}"
+        folder = self.work / MODELS / name
+        if folder.exists():
+            _relink(folder.with_name(LATEST), folder.name)
+            return message.reply(metadata={"folder": folder.name, "form": "already there"})
         exported = export_own(experiment, state, message.round, folder, self.site.model_format)
         _relink(folder.with_name(LATEST), folder.name)
         return message.reply(metadata={"folder": folder.name, "form": exported.format, "reason": exported.reason})
@@ -403,7 +410,7 @@ class TrainerService:
         return self._at_this_site(config)
 
     def _at_this_site(self, config: Config) -> Config:
-        data = self._data_config().data.model_copy(update={"max_length": config.data.max_length})
+        data = data_config(self.site).data.model_copy(update={"max_length": config.data.max_length})
         return config.model_copy(update={"model": self.site.model, "data": data, "output": None})
 
     def _count_refusal(self, message: Message, session: _Session) -> str:
@@ -535,26 +542,22 @@ class TrainerService:
             raise ConfigError(f"its site sets budget '{name}', which the run does not have", nearest(name, tiers))
         return tiers[name]
 
-    def _data_config(self) -> Config:
-        """Returns a config that locates the site's data and model, and belongs to no run."""
-        data = DataSettings(**self.site.data.model_dump(exclude=_DATA_ONLY))
-        return Config.model_validate(
-            {
-                "method": "fedit",
-                "model": self.site.model.model_dump(),
-                "data": data.model_dump(),
-                "federation": {"clients": self.site.data.shares},
-                "seed": self.site.data.seed,
-            }
-        )
-
     def _prepared_data(self) -> PreparedData:
         if self._data is None:
-            self._data = prepare_data(self._data_config())
+            self._data = prepare_data(data_config(self.site))
         return self._data
 
     def _client_data(self) -> ClientData:
         return self._prepared_data().clients[self.site.data.share]
+
+    def _texts(self, backbone: Backbone) -> str:
+        """Returns how this site's texts are written and what of them is learned."""
+        data, template = self.site.data, getattr(backbone.tokenizer, "chat_template", None)
+        written = hashlib.sha256(str(template).encode()).hexdigest()[:8] if template else "none"
+        return (
+            f"train_on {data.train_on}, special_tokens {data.special_tokens}, template {data.template or 'the usual'}, "
+            f"chat template {written}"
+        )
 
     def _load_once(self, config: Config) -> Backbone:
         if self._backbone is None:

@@ -22,7 +22,7 @@ def _method_of(name: str, target: Any) -> type[Method]:
     """Returns the method class that a module defines, or the class itself.
 
     Raises:
-        TypeError: there is none, or more than one, or it has another name.
+        TypeError: there is none, or more than one, or it has another name, or it lacks what every method has.
     """
     from fedguild.server.method import Method  # not before a method is loaded: it imports torch
 
@@ -38,6 +38,8 @@ def _method_of(name: str, target: Any) -> type[Method]:
         raise TypeError(f"it defines {len(classes)} subclasses of fedguild.server.method.Method instead of one")
     if classes[0].name != name:
         raise TypeError(f"its class has the name '{classes[0].name}'; set `name = \"{name}\"` in it")
+    if lacking := sorted(classes[0].__abstractmethods__):
+        raise TypeError(f"its class does not define `{'`, `'.join(lacking)}`")
     return classes[0]
 
 

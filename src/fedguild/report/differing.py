@@ -14,10 +14,10 @@ _OF_A_RUN = ("name", "output", "seed", "method.name", "tracking.", "callbacks")
 
 
 def differing_settings(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str, str]]:
-    """Returns dotted key -> label -> value, of every setting that two of the rows have and not with the same value.
+    """Returns dotted key -> label -> value, of every setting that not all rows have with the same value.
 
-    Options of the methods count as the runs used them, defaults included. An option that one method alone has is that
-    method's own and does not count.
+    Options of the methods count as the runs used them, defaults included. An option that some methods do not have is
+    compared among those that have it.
 
     Args:
         runs: Label -> the row's runs; those of a row differ in their seeds only.
@@ -27,7 +27,8 @@ def differing_settings(runs: Mapping[str, Sequence[Run]]) -> dict[str, dict[str,
     found = {}
     for key in keys:
         values = {label: settings[key] for label, settings in by_label.items() if key in settings}
-        if len(set(values.values())) > 1 and not key.startswith(_OF_A_RUN):
+        everywhere = len(values) == len(by_label) or key.startswith("method.")
+        if not (everywhere and len(set(values.values())) == 1) and not key.startswith(_OF_A_RUN):
             found[key] = values
     return found
 

@@ -18,7 +18,7 @@ from fedguild.core.errors import CheckpointError, ConfigError, DivergedError, Fe
 from fedguild.core.files import write_json, write_text
 from fedguild.core.layout import CHECKPOINTS, CONFIG, DIVERGED, ENVIRONMENT, METHOD, PARTITION, STOPPED
 from fedguild.core.locking import run_lock
-from fedguild.core.payload import Payload
+from fedguild.core.payload import Payload, is_unchanged
 from fedguild.core.progress import Progress, Silent
 from fedguild.core.sealed import remove_leftovers
 from fedguild.data.rendering import count_cut_prompts
@@ -75,7 +75,7 @@ from fedguild.server.checkpoint import Checkpoint
 from fedguild.server.divergence import require_learning
 from fedguild.server.engine import Engine
 from fedguild.server.merge_history import merges
-from fedguild.server.method import Roster, starting_rng
+from fedguild.server.method import Roster, returned, starting_rng
 from fedguild.server.optimizer import own_state
 from fedguild.server.round import Again, Outcome, RoundSetup
 from fedguild.server.rounds import run_round
@@ -253,7 +253,8 @@ def _begin(experiment: Experiment) -> Payload:
     """Records the initial state of a run, scores it unless the config says not to, and returns it."""
     config = experiment.config
     roster = Roster(experiment.budgets, experiment.clients)
-    state = experiment.method.start(experiment.backbone.info, roster, starting_rng(experiment.method, config.seed))
+    method = experiment.method
+    state = returned(method, "start", method.start(experiment.backbone.info, roster, starting_rng(method, config.seed)))
     if error := first_refusal(experiment.method, config, state, experiment.backbone.info, experiment.clients):
         raise error
     _write_facts(experiment)
@@ -337,6 +338,11 @@ class _Rounds:
             started = time.perf_counter()
             with self._failures_noted(number):
                 outcome = run_round(number, self.state, clients, self.setup, self.accepted)
+            if is_unchanged(self.state, outcome.state):
+                self.experiment.progress.message(
+                    f"Warning: round {number} left the state as it was, bit for bit. Are the parts that the method's "
+                    "`terms` or `aggregate` reads those that its clients send?"
+                )
             self.state, self.accepted = outcome.state, outcome.accepted
             self._judge(outcome)
             records = [*self._records_of(outcome), *self._scores_of(outcome)]

@@ -284,7 +284,17 @@ class Method(ABC):
         """Trains the cohort's clients on their own data; returns their uploads, in slot order.
 
         By default each loads what it received and trains it by the plain loop.
+
+        Raises:
+            FedGuildError: a client received no adapter.
         """
+        for work in cohort.work:
+            if not work.download.part(ADAPTER):
+                raise FedGuildError(
+                    f"The download of {work.client.name} has nothing in the part `{ADAPTER}`, which it is to train.",
+                    f"The `start` of {self.name} returns it in the state's part `{ADAPTER}`, and its `update` or "
+                    "`aggregate` keeps it there.",
+                )
         load_received(cohort)
         return train(cohort)
 
@@ -415,6 +425,21 @@ def client_model(
     deployment = method.deploy(excerpt, model, client.budget, own)
     assert deployment is not None, f"{method.name}: `deploy` has no model of a client"
     return deployment
+
+
+def returned(method: Method, hook: str, value: object) -> Payload:
+    """Returns what a method's hook returned.
+
+    Raises:
+        FedGuildError: it is not a payload.
+    """
+    if isinstance(value, Payload):
+        return value
+    raise FedGuildError(
+        f"The `{hook}` of {method.name} returned {'nothing' if value is None else f'a {type(value).__name__}'}, where "
+        "a Payload is expected.",
+        "`Payload.of({part: {name: tensor}})` makes one.",
+    )
 
 
 def starting_rng(method: Method, seed: int) -> torch.Generator:

@@ -59,7 +59,7 @@ Weights = Annotated[
 class MethodSettings(BaseModel):
     """A method's options: unknown keys are refused, and values never change after validation."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
     def fitted(self, model: ModelInfo, clients: int, *, exact: bool) -> Self:
         """Returns the options as the method runs with them; called before data or weights are read.

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
+from fedguild.core.errors import ConfigError
 from fedguild.core.payload import Payload
 from fedguild.model.targets import layer_of
 from fedguild.privacy.secure_sum.form import Contribution, Floats, Form, LinearMean
@@ -264,9 +265,15 @@ def mean_of_budget(
 
 
 def weight_of(client: ClientInfo, weights: Weighting) -> tuple[str, float]:
-    """Returns the name of a client's weight in an average, and the weight: 0 for a client without examples."""
+    """Returns the name of a client's weight in an average, and the weight: 0 for a client without examples.
+
+    Raises:
+        ConfigError: there is no such weighting.
+    """
     if weights == "size":
         return EXAMPLES, float(client.examples)
+    if weights != "uniform":
+        raise ConfigError(f"Clients cannot be weighed by {weights!r}.", "Known: size, uniform.")
     return CLIENTS, float(client.examples > 0)
 
 

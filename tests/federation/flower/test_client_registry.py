@@ -9,6 +9,9 @@ import pytest
 from fedguild.federation.flower import client_registry
 from fedguild.federation.flower.client_registry import MOST_REASONS, ClientRegistry
 from fedguild.federation.flower.ipc import TRAINER_DIED
+from fedguild.federation.flower.message import Message
+
+HELLO = {"budget": "all", "sizes": {"train": 9, "validation": 0, "test": 0}, "fedguild": "1", "model": "m"}
 
 
 @pytest.mark.parametrize("keys", [1, 500], ids=["one key", "another key each time"])
@@ -37,6 +40,30 @@ def test_a_client_that_is_never_the_same_is_not_asked_for_ever(keys, monkeypatch
     assert "this run asks it no more" in lines[-1]
     if keys == 1:
         assert len(asked) == MOST_REASONS + 1
+
+
+def test_sites_that_learn_their_texts_differently_are_pointed_out():
+    """Each is right by itself, and one adapter would learn both."""
+    lines = []
+    nodes = [SimpleNamespace(id=number, name=f"client-00{number}") for number in range(3)]
+    texts = ("all_turns", "last_turn", "all_turns")
+    registry = ClientRegistry(
+        SimpleNamespace(
+            nodes=lambda: nodes,
+            send=lambda node, message, ttl_seconds: str(node),
+            poll=lambda message_id, largest: Message(
+                "hello", registry.run, 0, int(message_id), metadata={**HELLO, "texts": texts[int(message_id)]}
+            ),
+        ),
+        "ab" * 16,
+        3,
+        {},
+        echo=lines.append,
+    )
+    registry.refresh()
+    assert sorted(registry.clients) == [0, 1, 2]
+    (warning,) = [line for line in lines if line.startswith("Warning")]
+    assert "client-001 does not learn its texts as client-000 does: last_turn; and all_turns." in warning
 
 
 def test_a_client_that_never_says_who_it_is_is_asked_a_few_times_an_hour(monkeypatch):

@@ -57,6 +57,10 @@ class Lora(AdapterPart):
     start_norm: float | None = None
 
     def __post_init__(self) -> None:
+        listed: dict[str, object] = {"targets": self.targets, "frozen": self.frozen}
+        for name, given in listed.items():
+            if isinstance(given, str):
+                raise ConfigError(f"{name} is the text {given!r}, where names are listed.", f"{name}: ({given!r},).")
         if self.rank < 1:
             raise ConfigError(f"A LoRA rank must be at least 1, but is {self.rank}.")
         if self.middle and not {DOWN, UP} <= set(self.frozen):
