@@ -10,12 +10,14 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fedguild.config import Config
+from fedguild.config import Config, load_config
 from fedguild.core.errors import CheckpointError, ConfigError, FedGuildError, ModelError
 from fedguild.export.manifest import Form
 from fedguild.runs import experiment
 from fedguild.runs import exporting as run
 from fedguild.runs.exporting import Subject, export
+from fedguild.runs.setup import preparation
+from fedguild.runs.setup.data import is_elsewhere
 from fedguild.server.method import Deployment, client_model, excerpt_of
 from tests.backbones import tiny_model
 from tests.export.conftest import BUDGETS, assert_same_logits, plain_logits, slot_logits
@@ -51,6 +53,31 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         )
         experiment.run(config, folders[label])
     return folders
+
+
+def test_a_server_exports_the_global_model_without_the_sites_data(
+    runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client's own model is at its site, which the message says."""
+    expected = export(runs["flame"], Subject("large"), tmp_path / "expected")
+    monkeypatch.setattr(preparation, "is_elsewhere", lambda config: True)
+    monkeypatch.setattr(preparation, "prepare_data", lambda *_: pytest.fail("the data is at the sites"))
+    found = export(runs["flame"], Subject("large"), tmp_path / "found")
+    assert found.format == expected.format
+    for file in expected.folder.rglob("*.safetensors"):
+        assert (found.folder / file.relative_to(expected.folder)).read_bytes() == file.read_bytes()
+    with pytest.raises(ConfigError, match="The model of client-000 is at its site"):
+        export(runs["flame"], Subject(client="client-000"), tmp_path / "own")
+
+
+def test_data_is_elsewhere_where_real_clients_have_it(tmp_path: Path) -> None:
+    real = ["federation.engine.name=flower", "data.dataset=instructions"]
+    own, here = tmp_path / "own.jsonl", tmp_path / "here.jsonl"
+    here.write_text("{}")
+    assert is_elsewhere(load_config("fedit/tiny-tasks", [*real, f"data.train={own}"]))
+    assert not is_elsewhere(load_config("fedit/tiny-tasks", [*real, f"data.train={here}"]))
+    assert not is_elsewhere(load_config("fedit/tiny-tasks", [f"data.train={own}", "data.dataset=instructions"]))
+    assert not is_elsewhere(load_config("fedit/tiny-tasks", real[:1]))
 
 
 def ours(folder: Path, budget: str, active: int, round: int | None = None) -> torch.Tensor:

@@ -246,7 +246,8 @@ def restore(
         raise CheckpointError(f"{output} has no complete round yet.", f"Continue with `fedguild resume {output}`.")
     saved = checkpoint.load(output / CHECKPOINTS, number, fingerprint=config.fingerprint())
     known = dict.fromkeys(config.evaluation.metrics, lambda *_: 0.0) if metrics is None else metrics
-    return prepare(config, output, progress, metrics=known, trains=False), saved.state, number
+    experiment = prepare(config, output, progress, metrics=known, trains=False, scores=metrics is not None)
+    return experiment, saved.state, number
 
 
 def _begin(experiment: Experiment) -> Payload:

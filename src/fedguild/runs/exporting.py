@@ -361,7 +361,18 @@ def _restored(run_folder: Path, subject: Subject | None, round: int | None) -> t
 
 
 def _client(experiment: Experiment, subject: Subject) -> ClientInfo:
-    return next(client for client in experiment.clients if client.name == subject.client)
+    """Returns the client whose model it is.
+
+    Raises:
+        ConfigError: the client is real, and its data at its site.
+    """
+    for client in experiment.clients:
+        if client.name == subject.client:
+            return client
+    raise ConfigError(
+        f"The model of {subject.client} is at its site.",
+        "There it is in work/models/latest; `fedguild export` writes that in other formats.",
+    )
 
 
 def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subject) -> tuple[Deployment, Origin]:

@@ -24,6 +24,7 @@ from fedguild.data import (
 )
 from fedguild.data.batches import Cut, Encoded
 from fedguild.data.corpora import checked_options, corpus_spec
+from fedguild.data.corpora.source import is_here
 from fedguild.data.given import GivenData, given_parts, source
 from fedguild.data.rendering import count_cut, encode
 from fedguild.data.sampling import sample
@@ -57,6 +58,12 @@ class PreparedData:
         return {
             name: [len(getattr(client, name)) for client in self.clients] for name in ("train", "validation", "test")
         }
+
+
+def is_elsewhere(config: Config) -> bool:
+    """Whether the data is that of a federation's sites, and not on this machine."""
+    given = config.data.train
+    return config.federation.engine.name == "flower" and given is not None and not is_here(given)
 
 
 def prepare_data(config: Config, folder: Path | None = None, given: GivenData | None = None) -> PreparedData:

@@ -14,7 +14,9 @@ from fedguild.core.layout import MEMORY
 from fedguild.core.progress import Progress, Silent
 from fedguild.core.score_names import metric_name
 from fedguild.data.corpora import corpus_spec
+from fedguild.data.example import Corpus
 from fedguild.data.given import GivenData
+from fedguild.data.partition import PartitionTable
 from fedguild.data.rendering import require_chat_template, set_chat_template
 from fedguild.data.view import duplicates_between
 from fedguild.measuring.scores.metrics import Metric, import_metrics, load_metrics, measure
@@ -24,7 +26,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.pretrained import load_tokenizer
 from fedguild.runs.guarantee import rules_of
 from fedguild.runs.setup.checks import require_examples, require_room, require_start
-from fedguild.runs.setup.data import PreparedData, data_sentences, dropped_of, prepare_data
+from fedguild.runs.setup.data import PreparedData, data_sentences, dropped_of, is_elsewhere, prepare_data
 from fedguild.runs.setup.engines import holds_backbone
 from fedguild.runs.setup.experiment import Experiment
 from fedguild.runs.setup.fitting import budgets_of, fitted, method_of, tell_fitted
@@ -39,6 +41,7 @@ def prepare(
     data: GivenData | None = None,
     metrics: Mapping[str, Metric] | None = None,
     trains: bool = True,
+    scores: bool = True,
 ) -> Experiment:
     """Builds the method, the data and the backbone of a run, the steps that fail fastest first.
 
@@ -50,6 +53,7 @@ def prepare(
         data: Data and partition given in Python; written into the folder.
         metrics: Metrics given in Python, by their names in the config.
         trains: Whether rounds are to follow, here and with simulated clients.
+        scores: Whether models are to be scored; if not, the data may be at the clients of a federation alone.
     """
     progress = progress or Silent()
     if trains:
@@ -63,7 +67,10 @@ def prepare(
     tell_fitted(given, method, progress.message)
     if not model.moe and any(tier.active_experts for tier in config.federation.budgets):
         progress.message("federation.budgets: active_experts has no effect here, as the model has no experts.")
-    prepared = _read_data(config, output, data, progress, trains=trains)
+    if scores or not is_elsewhere(config):
+        prepared = _read_data(config, output, data, progress, trains=trains)
+    else:
+        prepared = PreparedData(Corpus("remote", (), ()), [], PartitionTable(labels=(), counts=()))
     if trains:
         _try_metrics(config, prepared, own_metrics, progress)
     if any(example.messages for example in prepared.corpus.train[:1]):
@@ -126,11 +133,12 @@ def _backbone(config: Config, model: ModelInfo, progress: Progress) -> Backbone:
 
 
 def _simulated_clients(config: Config, data: PreparedData, budgets: Mapping[str, Budget]) -> list[ClientInfo]:
-    """Returns the clients with their budgets, and the numbers of examples that they report."""
-    rules, sizes = rules_of(config), [len(client.train) for client in data.clients]
+    """Returns the clients whose data is here, with their budgets and the numbers of examples that they report."""
+    rules, tiers = rules_of(config), config.federation.budget_per_client()
+    sizes = [len(client.train) for client in data.clients]
     return [
-        ClientInfo(index, budgets[tier.name], rules.said_examples(sizes[index]) if rules else sizes[index])
-        for index, tier in enumerate(config.federation.budget_per_client())
+        ClientInfo(index, budgets[tiers[index].name], rules.said_examples(size) if rules else size)
+        for index, size in enumerate(sizes)
     ]
 
 
