@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -62,6 +63,11 @@ def test_init_exposes_the_fleet_path_only(guild: Path) -> None:
     assert proxy.count("proxy_pass ") == 1
     assert "location /v1/fleet/ {" in proxy
     assert "return 403;" in proxy
+    settings = load_server(guild / "server")
+    behind = re.search(r"proxy_pass https://127.0.0.1:(\d+);", proxy)
+    assert behind is not None
+    assert f"listen {settings.port} ssl;" in proxy
+    assert int(behind[1]) not in (settings.port, settings.control_port)
 
 
 def test_init_puts_the_servers_name_into_its_certificate(tmp_path: Path) -> None:
@@ -71,6 +77,7 @@ def test_init_puts_the_servers_name_into_its_certificate(tmp_path: Path) -> None
     certificate = x509.load_pem_x509_certificate((tmp_path / "g/server/certificates/server.pem").read_bytes())
     names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == ["guild.example.org", "localhost"]
+    assert "${SERVER_NAME:-guild.example.org}" in (tmp_path / "g/server/certificates/make.sh").read_text()
     assert load_site(tmp_path / "g/client-000").server == "guild.example.org:1234"
 
 

@@ -101,6 +101,8 @@ def test_a_missing_certificate(copy: Path) -> None:
 
 def test_a_certificate_of_another_authority(copy: Path) -> None:
     before = (copy / "server/certificates/ca.pem").read_bytes()
+    for file in ("ca.pem", "ca.key"):
+        (copy / "server/certificates" / file).unlink()
     certificates_again(copy / "server/certificates")
     with answering(copy / "server/certificates", load_server(copy / "server").port):
         (fault,) = faults_of_site(copy)
@@ -115,6 +117,28 @@ def test_a_certificate_that_expired(copy: Path) -> None:
     certificates_again(copy / "server/certificates", days=-1)
     (fault,) = faults_of_server(copy)
     says(fault.message, "The server's certificate", "expired on")
+
+
+def test_a_certificate_is_renewed_by_the_authority_that_the_sites_know(copy: Path) -> None:
+    folder = copy / "server/certificates"
+    before = {name: (folder / name).read_bytes() for name in ("ca.pem", "ca.key", "server.pem")}
+    certificates_again(folder, days=29)
+    (fault,) = faults_of_server(copy)
+    says(fault.message + fault.hint, "The server's certificate", "expires on", "in 28 days", "sh make.sh")
+    assert not fault.fatal
+    certificates_again(folder)
+    assert not faults_of_server(copy)
+    assert {name for name, content in before.items() if (folder / name).read_bytes() == content} == {"ca.pem", "ca.key"}
+    with answering(folder, load_server(copy / "server").port):
+        assert not faults_of_site(copy)
+
+
+def test_a_second_authority_is_not_made_in_place_of_one_whose_key_is_kept_apart(copy: Path) -> None:
+    folder = copy / "server/certificates"
+    (folder / "ca.key").unlink()
+    done = subprocess.run(["sh", "make.sh"], cwd=folder, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ca.pem is here without ca.key" in done.stderr
 
 
 def test_a_certificate_with_another_key(copy: Path) -> None:

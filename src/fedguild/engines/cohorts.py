@@ -74,20 +74,19 @@ class Trained:
             memory.trained.save(client, round_index, self.left)
 
 
-def _uploads(method: Method, cohort: Cohort) -> list[Payload]:
-    """Trains a cohort by its method.
+def _uploads_of(method: Method, trained: object, clients: int) -> list[Payload]:
+    """Returns what a method's `local_update` returned.
 
     Raises:
-        FedGuildError: the method does not return an upload for each client.
+        FedGuildError: it is not an upload for each client.
     """
-    uploads = method.local_update(cohort)
-    if not isinstance(uploads, list) or len(uploads) != len(cohort.work):
-        given = len(uploads) if isinstance(uploads, list) else f"a {type(uploads).__name__}"
+    if not isinstance(trained, list) or len(trained) != clients:
+        given = f"{len(trained)} of them" if isinstance(trained, list) else f"a {type(trained).__name__}"
         raise FedGuildError(
-            f"The `local_update` of {method.name} returned {given}, where a list of {len(cohort.work)} payloads is "
-            "expected, one for each client of the cohort."
+            f"The `local_update` of {method.name} returned {given}, where a list of {clients} payloads is expected, "
+            "one for each client of the cohort."
         )
-    return [returned(method, "local_update", upload) for upload in uploads]
+    return [returned(method, "local_update", upload) for upload in trained]
 
 
 @dataclass(frozen=True)
@@ -139,7 +138,7 @@ class Trainer:
                 noise_seed=self.noise_seed,
                 private=None if self.private is None else [self.private(part.client, round_index) for part in work],
             )
-            uploads = _uploads(method, cohort)
+            uploads = _uploads_of(method, method.local_update(cohort), len(work))
         give_back_if_scarce()
         peak = peak_bytes(self.backbone.device)
         routing = cohort.routing if self.backbone.info.moe else None

@@ -11,7 +11,7 @@ import ssl
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 
@@ -24,6 +24,8 @@ from fedguild.federation.site import SITE_FILE, ServerSettings, SiteSettings
 
 FLWR = ("1.41", "1.42")
 CONNECT_SECONDS = 5.0
+SOON = timedelta(days=30)
+"""Before a certificate expires within this, its operator is warned."""
 AHEAD_SECONDS, BEHIND_SECONDS = 5.0, 300.0
 """Flower refuses a client whose clock is further from the server's."""
 FREED_SECONDS = 10.0
@@ -269,6 +271,12 @@ def _dates(what: str, path: Path) -> Iterator[Fault]:
         yield Fault(
             f"{what} {path} is not valid before {certificate.not_valid_before_utc:%Y-%m-%d %H:%M} UTC.",
             "Check this machine's clock.",
+        )
+    elif (left := certificate.not_valid_after_utc - now) < SOON:
+        yield Fault(
+            f"{what} {path} expires on {certificate.not_valid_after_utc:%Y-%m-%d}, in {left.days} days.",
+            "The server's operator renews it with `sh make.sh` in server/certificates, or has the authority do so.",
+            fatal=False,
         )
 
 

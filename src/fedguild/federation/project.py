@@ -95,9 +95,9 @@ def write_project(
         templates.SERVER.format(port=port, control_port=control_port, server_evaluation=server_evaluation),
     )
     write_app(server)
-    write_text(server / "nginx.conf", templates.NGINX.format(host=host, port=port))
-    write_text(server / "certificates" / "make.sh", templates.CERTIFICATES)
-    _make_certificates(server / "certificates", host)
+    write_text(server / "nginx.conf", templates.NGINX.format(host=host, port=port, behind=control_port + 1))
+    write_text(server / "certificates" / "make.sh", templates.CERTIFICATES.replace("@HOST@", host))
+    _make_certificates(server / "certificates")
     for index in range(clients):
         _write_client(folder, config, index, address, own=not shared_data)
     if config.federation.secure:
@@ -199,8 +199,8 @@ def _indented(section: dict[str, object]) -> str:
     return yaml.safe_dump(section, sort_keys=False, allow_unicode=True, width=100).rstrip()
 
 
-def _make_certificates(folder: Path, host: str) -> None:
-    environment = {**os.environ, "SERVER_NAME": host}
+def _make_certificates(folder: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "SERVER_NAME"}
     process = subprocess.run(
         ["sh", "make.sh"], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )

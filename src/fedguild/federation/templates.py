@@ -98,18 +98,25 @@ round = -1
 """
 
 CERTIFICATES = """#!/bin/sh
-# An example authority and the server's certificate, for SERVER_NAME (a host name or an address) and this machine.
+# An example authority, if there is none yet, and a server's certificate for the clients' name of it and this machine.
+# `sh make.sh` here renews the certificate; SERVER_NAME=other.example.org sh make.sh makes it for another name.
 # In production, use a certificate of your organisation's authority and give the clients that authority's instead.
 set -eu
 umask 077
-name="${SERVER_NAME:-localhost}"
+name="${SERVER_NAME:-@HOST@}"
 case "$name" in
   *[!0-9.]*) kind=DNS ;;
   *) kind=IP ;;
 esac
-openssl ecparam -name prime256v1 -genkey -noout -out ca.key
-openssl req -x509 -new -key ca.key -sha256 -days 825 -subj "/CN=FedGuild example authority" -out ca.pem \\
-  -addext "basicConstraints=critical,CA:TRUE" -addext "keyUsage=critical,keyCertSign,cRLSign"
+if [ ! -f ca.key ]; then
+  if [ -f ca.pem ]; then
+    echo "ca.pem is here without ca.key: bring the key, or move ca.pem away to make another authority." >&2
+    exit 1
+  fi
+  openssl ecparam -name prime256v1 -genkey -noout -out ca.key
+  openssl req -x509 -new -key ca.key -sha256 -days 825 -subj "/CN=FedGuild example authority" -out ca.pem \\
+    -addext "basicConstraints=critical,CA:TRUE" -addext "keyUsage=critical,keyCertSign,cRLSign"
+fi
 openssl ecparam -name prime256v1 -genkey -noout -out server.key
 openssl req -new -key server.key -sha256 -subj "/CN=$name" -out server.csr
 cat > server.ext <<END
@@ -125,15 +132,16 @@ rm -f server.csr server.ext
 
 NGINX = """# An example for nginx in front of the server, for a certificate or limits of your own. The server's port for
 # clients serves /v1/fleet/ only, as does this; Flower's other interfaces are on another port of 127.0.0.1.
+# On the same machine, nginx takes the clients' port, {port}: write `port: {behind}` in server.yaml.
 server {{
-    listen 443 ssl;
+    listen {port} ssl;
     server_name {host};
     ssl_certificate     certificates/server.pem;
     ssl_certificate_key certificates/server.key;
     client_max_body_size 64m;
 
     location /v1/fleet/ {{
-        proxy_pass https://127.0.0.1:{port};
+        proxy_pass https://127.0.0.1:{behind};
         proxy_ssl_trusted_certificate certificates/ca.pem;
         proxy_ssl_verify on;
         proxy_ssl_name localhost;

@@ -176,9 +176,9 @@ def _attempt(onward: Onward, uploads: Sequence[Upload]) -> tuple[Payload | None,
     """Returns the aggregate, or None and what is wrong with it, as a verb phrase."""
     try:
         aggregate = onward(uploads)
+        broken = not_finite(aggregate)
     except Exception as error:
         return None, f"cannot be computed ({unusable(error)})"
-    broken = not_finite(aggregate)
     return (None, f"has NaN or infinity in '{broken}'") if broken else (aggregate, "")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Protocol
 
 from torch import Tensor
@@ -19,7 +19,7 @@ from fedguild.core.progress import Note, unnoted
 from fedguild.model.info import ModelInfo
 from fedguild.server.clock import Clock
 from fedguild.server.engine import Delivery, Engine
-from fedguild.server.method import Method, Observation, returned
+from fedguild.server.method import Method, Observation
 from fedguild.server.terms import Upload
 
 Again = Callable[[int, Sequence[ClientInfo]], Sequence[ClientInfo]]
@@ -172,10 +172,5 @@ def filtered(passage: Passage) -> Onward:
     def before(onward: Onward, filter: Filter) -> Onward:
         return lambda uploads: filter(uploads, passage, onward)
 
-    method = passage.setup.method
-
-    def aggregate(uploads: Iterable[Upload]) -> Payload:
-        return returned(method, "aggregate", method.aggregate(passage.state, uploads))
-
-    last: Onward = aggregate
-    return reduce(before, reversed(passage.setup.filters), last)
+    aggregate: Onward = partial(passage.setup.method.aggregate, passage.state)
+    return reduce(before, reversed(passage.setup.filters), aggregate)

@@ -11,6 +11,7 @@ from fedguild.core.payload import Payload
 from fedguild.server.divergence import require_finite
 from fedguild.server.engine import Task
 from fedguild.server.intake import Intake
+from fedguild.server.method import returned
 from fedguild.server.optimizer import own_state, server_step
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.sampling import sample
@@ -54,7 +55,7 @@ def run_round(
     intake = Intake(setup, outcome, tasks, wanted, accepted_before)
     with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:
         # aggregate
-        after = intake.onward(own)(uploads)
+        after = returned(method, "aggregate", intake.onward(own)(uploads))
         outcome.state = server_step(state, after, step=rules.server_step, momentum=rules.server_momentum)
     # record
     intake.close()
