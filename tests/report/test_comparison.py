@@ -59,6 +59,22 @@ def test_costs_stand_beside_the_scores(runs: Runs) -> None:
     assert "386 G" in [cell.text for cell in table.cost_grid().rows[0]]
 
 
+def test_other_metrics_are_compared_too(runs: Runs) -> None:
+    """Those beside the score: the mean over the budgets, by seed."""
+    table = compare(runs, "fedit-ranks")
+    grid = table.metric_grid()
+    assert grid is not None
+    assert [cell.text for cell in grid.header] == ["Method", "Perplexity", "ROUGE\u2011L"]
+    means = {label: [fmean(final(run, f"b{n}") for n in range(1, 5)) for run in runs[label]] for label in runs}
+    values = [mean + 0.05 for mean in means["flame"]]
+    assert grid.rows[0][2].text == f"{fmean(values):.3f} ± {stdev(values):.3f}"
+    apart = fmean(means["flame"]) - fmean(means["fedit-ranks"])
+    assert grid.rows[2][0].line == "flame \u2212 fedit-ranks"
+    assert grid.rows[2][2].text.startswith(f"{apart:+.3f}")
+    metrics = table.to_json()["methods"][0]["metrics"]
+    assert metrics["rouge_l"]["mean"] == pytest.approx(fmean(values))
+
+
 def test_other_seeds_are_left_out_of_the_pairs_and_warned_of(runs: Runs) -> None:
     table = compare({"flame": runs["flame"], "fedit-ranks": runs["fedit-ranks"][1:]})
     difference = table.difference("flame", "b4")

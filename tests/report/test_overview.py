@@ -70,7 +70,7 @@ def test_one_column_has_an_overview_only_where_its_rows_have_unlike_scores(table
     text = write_tables({"": table}, SCORES, "mine", tmp_path).read_text()
     assert text.startswith("**mine: exact match, clients' models as received, on all data; fedit-ranks: global model")
     latex = (tmp_path / "table.tex").read_text()
-    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == latex.count(r"\toprule") == 3
+    assert latex.count(r"\begin{tabular}") == latex.count(r"\end{tabular}") == latex.count(r"\toprule") == 4
     assert all(text in latex for text in (r"\textbf{", r"$\pm$", r"95 \% interval"))
     assert not re.search(r"(?<!\\)[%&_#](?! )", latex.partition("\n")[2])
 

@@ -121,7 +121,8 @@ def _show(comparison: Comparison, as_json: bool) -> None:
     else:
         for column, table in by_column.items():
             note(f"\n{column}" if column else "")
-            show(table.score_grid().to_rich(), *([] if several else [table.cost_grid().to_rich()]))
+            beside = [] if several else [table.metric_grid(), table.cost_grid()]
+            show(table.score_grid().to_rich(), *(grid.to_rich() for grid in beside if grid))
         if differing := comparison.differing_grid():
             show(differing.to_rich())
         else:

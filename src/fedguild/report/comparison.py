@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
 
@@ -17,7 +17,7 @@ from fedguild.measuring.scores.statistics import Spread, interval, paired_differ
 from fedguild.report import units
 from fedguild.report.costs import COSTS, Cost, client_totals, mean_cost
 from fedguild.report.grid import Cell, Grid
-from fedguild.report.tables import RunTable, run_table, size_of
+from fedguild.report.tables import RunTable, metric_title, metrics_beside_the_score, run_table, size_of
 
 _SAME_FLOPS = 0.01
 _PROTOCOLS = (
@@ -37,6 +37,7 @@ class MethodRow:
         scores: Column -> seed -> score; a column is a budget's name, `mean`, `mtal`, `trained`, `received` or `pooled`.
         training_flops: Budget name -> training FLOPs of one of its clients over a run, mean over clients and seeds;
             budgets without a client that trained are left out.
+        metrics: Metric beside the score -> seed -> its mean over the budgets.
         cost: Mean over clients, then seeds; None if no client trained.
         run_seconds: Wall time of a run, mean over seeds.
     """
@@ -46,10 +47,10 @@ class MethodRow:
     training_flops: Mapping[str, float]
     cost: Cost | None
     run_seconds: float
+    metrics: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
 
     def spread(self, column: str) -> Spread | None:
-        values = self.scores.get(column)
-        return spread(list(values.values())) if values else None
+        return _spread(self.scores.get(column))
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,7 @@ class ComparisonTable:
             "training_flops": dict(row.training_flops),
             "cost": asdict(row.cost) if row.cost else None,
             "run_seconds": row.run_seconds,
+            "metrics": {name: asdict(spread(list(values.values()))) for name, values in row.metrics.items()},
         }
 
     def score_grid(self) -> Grid:
@@ -165,6 +167,25 @@ class ComparisonTable:
         title += "; differences with their 95 % interval" if len(self.rows) > 1 and len(self.seeds) > 1 else ""
         title += "; under each budget its active experts and inference FLOPs per token" if self.budgets else ""
         return Grid(title, (Cell("Method"), *map(self._heading, self.columns)), tuple(body), frozenset(rules))
+
+    def metric_grid(self) -> Grid | None:
+        """Returns methods × metrics beside the score, then the differences paired by seed; None for no such metric."""
+        names = list(dict.fromkeys(name for row in self.rows for name in row.metrics))
+        if not names:
+            return None
+        theirs, body = self.row(self.reference).metrics, list[tuple[Cell, ...]]()
+        for row in self.rows:
+            means = [_spread(row.metrics.get(name)) for name in names]
+            body.append((Cell(row.label), *(Cell(units.score_spread(one)) for one in means)))
+        for row in self.rows:
+            if row.label != self.reference:
+                apart = [paired_difference(row.metrics.get(name, {}), theirs.get(name, {})) for name in names]
+                cells = (Cell(units.difference(one).replace(" [", "\n[")) for one in apart)
+                body.append((Cell(f"{row.label}\n\u2212 {self.reference}", "paired by seed"), *cells))
+        over = "mean over budgets, " if len(self.budgets) > 1 else ""
+        title = f"Other metrics of the global model after round {self.round}, {over}mean ± sample deviation over seeds"
+        header = (Cell("Method"), *(Cell(metric_title(name)) for name in names))
+        return Grid(title, header, tuple(body), frozenset({len(self.rows)}))
 
     def cost_grid(self) -> Grid:
         """Returns methods × costs: a client's mean over the whole run."""
@@ -275,7 +296,11 @@ def _method_row(label: str, runs: Sequence[Run], tables: Sequence[RunTable]) -> 
         raise ConfigError(f"{label} has two runs of one seed (seeds: {', '.join(map(str, seeds))}); give each once.")
     scores: dict[str, dict[int, float]] = {}
     flops: dict[str, list[float]] = {}
+    metrics: dict[str, dict[int, float]] = {}
     for table in tables:
+        for name in metrics_beside_the_score(table.rows):
+            values = [row.metrics[name] for row in table.rows if name in row.metrics]
+            metrics.setdefault(name, {})[table.seed] = fmean(values)
         summaries = {name: getattr(table, name) for name in SCORES}
         for column, value in [*((row.budget.name, row.score) for row in table.rows), *summaries.items()]:
             if value is not None:
@@ -290,7 +315,12 @@ def _method_row(label: str, runs: Sequence[Run], tables: Sequence[RunTable]) -> 
         training_flops={name: fmean(values) for name, values in flops.items()},
         cost=mean_cost(pandas.DataFrame(per_run, columns=COSTS).astype(float)),
         run_seconds=fmean(sum(record.seconds for record in run.rounds) for run in runs),
+        metrics=metrics,
     )
+
+
+def _spread(by_seed: Mapping[int, float] | None) -> Spread | None:
+    return spread(list(by_seed.values())) if by_seed else None
 
 
 def _with_interval(difference: Spread) -> dict[str, Any]:

@@ -211,7 +211,9 @@ def comparison_figures_of(table: ComparisonTable, runs: Mapping[str, Sequence[Ru
 def comparison_fragment(table: ComparisonTable, title: str = "") -> str:
     """Returns a comparison's summary, tables and scores as HTML to place inside a page."""
     page = {"title": title, "facts": [], "summary": comparison_summary(table)}
-    return _fragment(page, [table.score_grid(), table.cost_grid()], [comparison_figures.score_bars(table)])
+    return _fragment(
+        page, [table.score_grid(), table.metric_grid(), table.cost_grid()], [comparison_figures.score_bars(table)]
+    )
 
 
 def _fragment(page: Mapping[str, Any], grids: Sequence[Grid | None], drawn: Sequence[Svg | None]) -> str:
@@ -288,6 +290,7 @@ def _comparison_page(table: ComparisonTable, runs: Mapping[str, Sequence[Run]]) 
         "rounds": wide_and_narrow(lambda width: comparison_figures.curves_by_column(table, runs, width)),
         "observations": observation_grid(runs),
         "stability": stability_grids(runs),
+        "metrics": table.metric_grid(),
         "costs": table.cost_grid().leading("mean"),
         "differing": differing_grid(runs),
         "partition": _partition_figure(first, wide_and_narrow),

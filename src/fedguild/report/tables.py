@@ -120,7 +120,7 @@ class RunTable:
         clients = self.client_grid()
         if not self.rows and clients:
             return clients
-        metric_names = _metrics_beside_the_score(self.rows)
+        metric_names = metrics_beside_the_score(self.rows)
         header = ["Budget", "Active experts", "Before", self.heading, *map(metric_title, metric_names)]
         header += ["FLOPs per token", "Training FLOPs", "Upload", "Download"]
         body = [tuple(map(Cell, self._entries(row, metric_names))) for row in self.rows]
@@ -350,7 +350,7 @@ def _count(number: float | None) -> str:
     return units.MISSING if number is None else units.count(int(number))
 
 
-def _metrics_beside_the_score(rows: Iterable[BudgetRow]) -> list[str]:
+def metrics_beside_the_score(rows: Iterable[BudgetRow]) -> list[str]:
     """Returns the metrics that some row has and that are not the score itself in every row."""
     every = list(rows)
     names = sorted({name for row in every for name in row.metrics})
