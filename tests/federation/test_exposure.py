@@ -79,7 +79,7 @@ def test_a_site_bounds_what_it_lets_an_upload_reveal(accept, training, reason, o
 
 
 def test_a_new_site_gets_limits_that_fit_its_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedguild.federation.project._make_certificates", lambda folder, host: None)
+    monkeypatch.setattr("fedguild.federation.project._make_certificates", lambda folder: None)
     monkeypatch.setattr("fedguild.federation.project._require_openssl", lambda: None)
     monkeypatch.setattr("shutil.copyfile", lambda *_: None)
     overrides = ["training.optimizer=sgd", "training.weight_decay=0.5", "training.learning_rate=1", "method.rank=100"]

@@ -23,9 +23,7 @@ pytest.importorskip("flwr")
 @pytest.fixture(autouse=True)
 def no_certificates(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Spares openssl, and works in the operator's folder."""
-    monkeypatch.setattr(
-        "fedguild.federation.project._make_certificates", lambda folder, host: (folder / "ca.pem").touch()
-    )
+    monkeypatch.setattr("fedguild.federation.project._make_certificates", lambda folder: (folder / "ca.pem").touch())
     monkeypatch.setattr("fedguild.federation.project._require_openssl", lambda: None)
     home = tmp_path / "operator"
     home.mkdir()

@@ -62,9 +62,11 @@ def per_expert_card(origin: Origin, model: ModelInfo, deployment: Deployment) ->
     load = (
         "from vllm import LLM",
         "from vllm.lora.request import LoRARequest",
-        f"llm = LLM({origin.base_code}, enable_lora=True, max_lora_rank={rank})",
+        f"llm = LLM({origin.base_code}, tokenizer=folder, enable_lora=True, max_lora_rank={rank})",
         'adapter = LoRARequest("adapter", 1, folder)',
         'print(llm.generate("A prompt.", lora_request=adapter)[0].outputs[0].text)',
+        'question = [{"role": "user", "content": "A question."}]  # by the chat template, if it was trained on chats',
+        "print(llm.chat(question, lora_request=adapter)[0].outputs[0].text)",
     )
     remark = _SERVER_REMARK.format(rank=rank, router=_ROUTER if "router" in deployment.plan.lora.targets else "")
     what = "A LoRA adapter with a key for every expert"
