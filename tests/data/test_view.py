@@ -1,9 +1,13 @@
 """The view of data before training: learned tokens, lengths, duplicates and leaks."""
 
+import json
 from itertools import pairwise
+
+import pytest
 
 from fedguild.data import ClientData, Corpus, Example
 from fedguild.data.conversation import conversation
+from fedguild.data.example import Message
 from fedguild.data.rendering import encode
 from fedguild.data.view import duplicates_between, duplicates_of, pieces_of, view_of
 from tests.data.chat_templates import tokenizer_of
@@ -42,6 +46,19 @@ def test_the_tests_of_a_split_are_the_corpus_s_or_the_clients_():
     clients = [ClientData(train=(a,), validation=(), test=(b,)), ClientData(train=(b,), validation=(), test=(a,))]
     assert duplicates_between(Corpus("x", (a, b)), clients).leaked == 2
     assert duplicates_between(Corpus("x", (a, b), test=(example("c"),)), clients).leaked == 0
+
+
+@pytest.mark.parametrize(
+    ("family", "told"),
+    [("chatml", ["have thoughts"]), ("qwen3", []), ("gemma", ["have a system message", "have thoughts"])],
+)
+def test_what_a_template_does_not_write_is_counted(family: str, told: list[str]):
+    thought = Message("assistant", "b", json.dumps({"reasoning_content": "hm"}))
+    talk = conversation([Message("system", "s"), Message("user", "a"), thought])
+    plain = conversation(messages_of("a", "b"))
+    view = view_of(Corpus("x", (talk, plain, talk), layout="chat"), [], {}, tokenizer_of(family), 100, shown=0)
+    assert list(view.changed.values()) == [2] * len(told)
+    assert all(part in what for part, what in zip(told, view.changed, strict=True))
 
 
 def test_the_view_counts_what_is_there():

@@ -19,7 +19,7 @@ from typing import Any
 from fedguild.config.data import SpecialTokens
 from fedguild.core.errors import ConfigError, DataError, first_line
 from fedguild.data.batches import Cut, Encoded
-from fedguild.data.example import Example, shared_turns
+from fedguild.data.example import Example, Message, shared_turns
 
 PLAIN = "plain"
 PLAIN_TEMPLATE = (
@@ -337,6 +337,16 @@ class Chat:
             messages = [{**first, "content": f"{system['content']}\n\n{first['content']}"}, *others]
         return messages, tools
 
+    def rewritten(self, example: Example) -> list[str]:
+        """Returns what the template does not write as the data has it, a phrase each that counts conversations."""
+        system = example.messages[0].role == "system"
+        thinks = any(_thoughts(one) for one in example.messages)
+        found = (
+            (system and not self._writes_system, "a system message, which the template has in the user's turn"),
+            (thinks and not self._writes_thoughts, "thoughts (reasoning_content), which the template leaves out"),
+        )
+        return [f"conversations have {what}" for is_so, what in found if is_so]
+
     def tokens(
         self, text: str, messages: Dicts, tools: Any, special_tokens: SpecialTokens, *, generation: bool = False
     ) -> tuple[list[int], list[Span], list[bool]]:
@@ -468,6 +478,11 @@ class Chat:
         return _MARKS[0] in self._probe(system, _user("x"), _assistant("y"))
 
     @cached_property
+    def _writes_thoughts(self) -> bool:
+        answer = {**_assistant("y"), "reasoning_content": _MARKS[0], "thinking": _MARKS[0]}
+        return _MARKS[0] in self._probe(_user("x"), answer)
+
+    @cached_property
     def _writes_calls(self) -> bool:
         return _MARKS[0] in self._probe(_user("x"), _call(_MARKS[0])) or _MARKS[0] in self._probe(*_used(_MARKS[0], ""))
 
@@ -486,6 +501,10 @@ class Chat:
             return self.render(messages, tools)
         except DataError:
             return ""
+
+
+def _thoughts(message: Message) -> bool:
+    return bool(message.more) and not {"reasoning_content", "thinking"}.isdisjoint(json.loads(message.more))
 
 
 def _unclear(index: int) -> DataError:

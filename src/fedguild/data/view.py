@@ -10,7 +10,7 @@ from typing import Any
 
 from fedguild.data.batches import Cut, Encoded
 from fedguild.data.example import Corpus, Example
-from fedguild.data.rendering import count_cut, encode, spells_special
+from fedguild.data.rendering import chat_of, count_cut, encode, spells_special
 from fedguild.data.split import ClientData
 
 MOST_BARS = 10
@@ -66,7 +66,7 @@ class DataView:
         layout: What the training data was recognised as; empty for a corpus of one layout.
         train, test: Numbers of examples.
         dropped: Why examples were left out -> how many.
-        changed: Why examples are not used whole -> how many.
+        changed: Why examples are not used as they are -> how many.
         labels: Label -> number of training examples, the most frequent first.
         duplicates: Examples that are there more than once.
         lengths: Tokens of each training text; empty without a tokenizer.
@@ -163,12 +163,14 @@ def view_of(
     tests = corpus.test or [example for client in clients for example in client.test]
     encoded = [] if tokenizer is None else [encode(one, tokenizer, max_tokens) for one in training]
     texts = [row for one in encoded for row in one.rows]
+    chats = [one for one in training if one.messages and encoded]
+    rewritten = Counter(what for one in chats for what in chat_of(tokenizer).rewritten(one))
     return DataView(
         layout=corpus.layout,
         train=len(training),
         test=len(tests),
         dropped=dict(dropped),
-        changed=dict(corpus.changed),
+        changed={**corpus.changed, **rewritten},
         labels=dict(Counter(example.label for example in training).most_common()),
         duplicates=duplicates_between(corpus, clients) if clients else duplicates_of([training], tests),
         lengths=tuple(len(text.input_ids) for text in texts),
