@@ -75,6 +75,7 @@ def test_entry_points_are_found_with_title_and_origin(zoo: Path, monkeypatch: py
         Found("moo", "The call of a cow", origin, "ark.calls:moo"),
     )
     assert "ark" not in sys.modules
+    assert [animals().origin(name) for name in ("cat", "bears", "dodo")] == [origin, "zoo", ""]
 
 
 def test_a_plugin_is_loaded_from_its_module_or_itself(zoo: Path, monkeypatch: pytest.MonkeyPatch):

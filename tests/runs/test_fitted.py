@@ -36,7 +36,7 @@ def test_a_method_without_options_runs_on_a_dense_model(command, llama_folder, b
     result = command("run", base, *settings, "--output", "out")
     assert result.exit_code == 0, result.output
     record = recorded(Path("out"))
-    assert record["name"] == method
+    assert (record["name"], record["from"]) == (method, "fedguild")
     defaults = build_method(method).settings.model_dump(mode="json")
     assert record["options"].keys() == defaults.keys()
     for option, (used, default) in fitted.items():

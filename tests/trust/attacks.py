@@ -184,6 +184,7 @@ HELLO: dict[str, Attack] = {
     "another version": saying(fedguild="9.9"),
     "a model that is an object": saying(model={}),
     "another model": saying(model="0" * 16),
+    "a method of another package": saying(method="guild-extras 1.1"),
     "nothing": lambda answer: replace(answer, metadata={}),
     "a summary with escapes": saying(summary=ESCAPE),
     "a summary of a megabyte": saying(summary="x" * 10**6),

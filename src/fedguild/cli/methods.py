@@ -39,9 +39,7 @@ def command(
     data: Annotated[
         str | None, typer.Option("--data", help="List those that run on data whose name contains this.")
     ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Import every method; exit with 1 if one cannot be used.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="Import every method; fail if one cannot be used.")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """List the methods with the package that each comes from, or the options of one."""

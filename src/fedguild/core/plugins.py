@@ -97,6 +97,11 @@ class Plugins(Generic[T]):
     def __contains__(self, name: object) -> bool:
         return any(plugin.name == name for plugin in self.found())
 
+    def origin(self, name: str) -> str:
+        """Returns `fedguild`, or the name and version of the distribution that a plug-in comes from; empty for none."""
+        usable = {plugin.name: plugin.origin for plugin in self.found() if not plugin.fault}
+        return usable.get(name, "")
+
     def load(self, name: str) -> T:
         """Imports a plug-in.
 

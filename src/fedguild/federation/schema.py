@@ -120,6 +120,7 @@ class HelloAnswer(_Part):
 
     Attributes:
         model: Digest of its backbone's form (`fedguild.federation.trainer_service.model_digest`).
+        method: The package of the run's method, and its version.
         texts: How its texts are written and what of them is learned, the same for sites that agree.
         backbone_loads: How often its trainer has loaded the backbone.
         summary: All of this for the operator, in a phrase.
@@ -129,6 +130,7 @@ class HelloAnswer(_Part):
     sizes: Sizes
     fedguild: Name
     model: Name
+    method: Text = ""
     texts: Text = ""
     torch: Text | None = None
     backbone_loads: Count = 0

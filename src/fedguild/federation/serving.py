@@ -38,6 +38,7 @@ from fedguild.federation.trainer_service import SCORES, model_digest, run_metada
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.measuring.log.records import EvaluationRecord
 from fedguild.measuring.scores.metrics import METRICS, TAKEN, load_metrics
+from fedguild.methods import METHODS
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.runs import experiment as runs
@@ -334,7 +335,7 @@ def prepare_remote(
         run_identity(output),
         config.federation.clients,
         run_metadata(config),
-        check=_check_of(backbone, tiers),
+        check=_check_of(backbone, tiers, config.method.name),
         echo=progress.message,
         poll_seconds=poll_seconds,
         revoked=Revocations(state).names,
@@ -439,12 +440,15 @@ def _wait_for_clients(
         members.admit(registry.wait_for_clients(left_seconds, enough, settings.grace_seconds))
 
 
-def _check_of(backbone: Backbone, tiers: Mapping[str, Budget]) -> Callable[[int, Mapping[str, Any]], str]:
+def _check_of(backbone: Backbone, tiers: Mapping[str, Budget], method: str) -> Callable[[int, Mapping[str, Any]], str]:
     """Returns the registry's check: why a client cannot take part, from its index and description."""
 
     def check(client: int, description: Mapping[str, Any]) -> str:
         if description.get("fedguild") != fedguild.__version__:
             return f"it runs fedguild {description.get('fedguild')}, the server {fedguild.__version__}"
+        if description.get("method") != (ours := METHODS.origin(method)):
+            theirs = description.get("method") or "no package"
+            return f"its method {method} comes from {theirs}, the server's from {ours}"
         if description.get("model") != model_digest(backbone.info):
             return f"its model does not match the server's, {backbone.info.name}: check model.path in site.yaml"
         if description.get("budget") not in tiers:

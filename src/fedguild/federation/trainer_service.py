@@ -53,6 +53,7 @@ from fedguild.federation.sum_log import SumLog
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.measuring.log.records import EvaluationRecord
 from fedguild.measuring.scores.metrics import load_metrics
+from fedguild.methods import METHODS
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import adapter_shapes, trainable_shapes
@@ -251,6 +252,7 @@ class TrainerService:
             "fedguild": fedguild.__version__,
             "torch": installed("torch"),
             "model": model_digest(backbone.info),
+            "method": METHODS.origin(config.method.name),
             "texts": self._texts(backbone),
             "backbone_loads": self.loads,
             "summary": f"{sizes['train']} training examples, budget {budget}, {backbone_text}",

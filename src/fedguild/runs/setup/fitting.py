@@ -9,7 +9,7 @@ from typing import Any
 from fedguild.client.budget import Budget
 from fedguild.config import Config
 from fedguild.core.errors import ConfigError
-from fedguild.methods import build_method
+from fedguild.methods import METHODS, build_method
 from fedguild.model.info import ModelInfo
 from fedguild.server.method import Method
 
@@ -71,13 +71,14 @@ def method_record(given: Method, method: Method) -> dict[str, Any]:
         method: The method as it runs.
 
     Returns:
-        `name`; `options`, every option as the method runs; `fitted`, the options that differ from the config or their
-            default, each with the original value.
+        `name`; `from`, the package that it comes from, with its version, or `fedguild`; `options`, every option as the
+            method runs; `fitted`, the options that differ from the config or their default, each with the original
+            value.
     """
     options = method.settings.model_dump(mode="json")
     before = given.settings.model_dump(mode="json")
     changed = {name: value for name, value in before.items() if value != options[name]}
-    return {"name": method.name, "options": options, "fitted": changed}
+    return {"name": method.name, "from": METHODS.origin(method.name), "options": options, "fitted": changed}
 
 
 def tell_fitted(given: Method, method: Method, tell: Callable[[str], None]) -> None:
