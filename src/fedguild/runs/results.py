@@ -188,8 +188,18 @@ class Comparison:
     scores: Mapping[str, str] = field(default_factory=dict, repr=False)
     overview: Path | None = None
 
+    def __str__(self) -> str:
+        """Returns the tables as Markdown, as `print` shows them."""
+        grids = [
+            grid.to_markdown()
+            for table in self.tables.values()
+            for grid in (table.score_grid(), table.metric_grid(), table.cost_grid())
+            if grid
+        ]
+        return "\n".join([*grids, *(f"Warning: {warning}" for warning in self.warnings)])
+
     def differing(self, column: str | None = None) -> pandas.DataFrame:
-        """Returns settings × rows: every setting, besides the method, that two rows have and not with the same value.
+        """Returns settings × rows: every setting, besides the method, that not all rows have with the same value.
 
         Args:
             column: The column; by default the first.

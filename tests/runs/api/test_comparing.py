@@ -71,6 +71,8 @@ def test_a_run_of_it(comparison: fedguild.Comparison) -> None:
 def test_it_comes_back_from_its_folder(comparison: fedguild.Comparison, tmp_path: Path) -> None:
     """With what differs besides the method, every option as the runs used it; config.yaml says those, too."""
     again = fedguild.load_comparison(comparison.folder)
+    assert str(again) == str(comparison)
+    assert all(f"| {row.label} |" in str(again) for table in again.tables.values() for row in table.rows)
     assert again.tables == comparison.tables
     assert (again.runs, again.pages, again.overview) == (comparison.runs, comparison.pages, comparison.overview)
     differing = again.differing()
