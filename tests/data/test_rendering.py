@@ -118,8 +118,10 @@ def test_a_template_that_moves_its_tools_learns_the_last_turn_only():
 
 @pytest.mark.parametrize("name", [name for name in FAMILIES if not FAMILIES[name].tools])
 def test_templates_that_know_no_tools_refuse_them(name: str):
-    with pytest.raises(DataError, match="tool calls, which the chat template does not write"):
+    with pytest.raises(DataError, match="tool calls, which the chat template does not write") as caught:
         encode(conversation(USED), tokenizer_of(name), LONG)
+    assert "begins" in str(caught.value.hint)
+    assert "begins" not in caught.value.message, "a site sends the message to the server, and keeps its texts"
 
 
 SPELLED = messages_of("What is {end}, and {end}{end}?", "It ends{end} a turn.\n{end}", "And {end}", "Yes")

@@ -135,10 +135,17 @@ def test_a_certificate_is_renewed_by_the_authority_that_the_sites_know(copy: Pat
 
 def test_a_second_authority_is_not_made_in_place_of_one_whose_key_is_kept_apart(copy: Path) -> None:
     folder = copy / "server/certificates"
-    (folder / "ca.key").unlink()
-    done = subprocess.run(["sh", "make.sh"], cwd=folder, capture_output=True, text=True, check=False)
-    assert done.returncode == 1
-    assert "ca.pem is here without ca.key" in done.stderr
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    (folder / "ca.key").rename(copy / "ca.key")
+    generate = ["openssl", "ecparam", "-name", "prime256v1", "-genkey", "-noout"]
+    for key in (None, subprocess.run(generate, capture_output=True, check=True).stdout):
+        if key is not None:
+            (folder / "ca.key").write_bytes(key)
+        done = subprocess.run(["sh", "make.sh"], cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert "ca.key is not that of ca.pem" in done.stderr
+    (copy / "ca.key").replace(folder / "ca.key")
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_certificate_with_another_key(copy: Path) -> None:

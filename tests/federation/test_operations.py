@@ -241,15 +241,15 @@ def test_a_key_that_was_revoked_while_the_server_was_down_is_shut_out_when_it_st
 def test_a_run_whose_output_breaks_off_is_waited_for(guild: Guild, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its process goes on: it holds the run, and writes the outcome when it ends."""
     outcome, guild.outcome = guild.outcome, ""
-    holders = iter([None, "process 1", "process 1", "process 1"])
+    holders = iter([None, "process 1", None, "process 1", None])  # idle; trains, between, delivers, has let go
 
     def holder(run: Path) -> str | None:
-        answer = next(holders, None)
-        if answer is None and guild.said:
+        answer = next(holders, "")
+        if answer == "":
             (path,) = tickets
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(outcome)
-        return answer
+        return answer or None
 
     tickets: list[Path] = []
     start = guild._start_run
@@ -260,6 +260,7 @@ def test_a_run_whose_output_breaks_off_is_waited_for(guild: Guild, monkeypatch: 
 
     monkeypatch.setattr(commands, "start_run", start_run)
     monkeypatch.setattr(operations, "holder", holder)
+    monkeypatch.setattr(operations, "OUTCOME_SECONDS", 5)
     assert guild.run() == {"status": "done", "rounds": 1}
     assert [line for line in guild.said if "the run goes on" in line] == [guild.said[-1]]
 

@@ -125,11 +125,19 @@ def test_a_run_that_could_not_begin_is_refused_and_nothing_is_written(clients, c
     assert not (tmp_path / "g").exists()
 
 
-@pytest.mark.parametrize("clients", [2, 3])
-def test_no_client_is_ever_aggregated_alone(clients: int, tmp_path: Path) -> None:
-    config = write_project(tmp_path / "union", clients, "fedit/tiny-tasks")
-    assert quorum_count(clients, config.federation.quorum) >= 2
+@pytest.mark.parametrize(
+    ("clients", "given", "quorum"),
+    [(2, [], 1.0), (3, [], 0.5), (3, ["federation.client_fraction=0.5"], 1.0), (8, [], 0.5)],
+)
+def test_no_client_is_aggregated_alone_unless_the_operator_says_so(
+    clients: int, given: list[str], quorum: float, tmp_path: Path
+) -> None:
+    config = write_project(tmp_path / "union", clients, "fedit/tiny-tasks", given)
+    assert config.federation.quorum == quorum
+    assert quorum_count(config.federation.wanted_uploads, quorum) >= 2
     assert load_site(tmp_path / "union/client-000").accept.min_clients == 2
+    write_project(tmp_path / "hasty", clients, "fedit/tiny-tasks", [*given, "federation.quorum=0.1"])
+    assert load_config(str(tmp_path / "hasty/server/run.yaml")).federation.quorum == 0.1
 
 
 def test_a_secure_run_needs_no_data_at_the_server(tmp_path: Path) -> None:

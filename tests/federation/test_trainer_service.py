@@ -116,6 +116,34 @@ def test_a_hello_gets_a_description_of_the_client(config: Config, trainer: Train
     assert reply.metadata["model"] == model_digest(load_model(config).info)
     assert reply.metadata["budget"] == "small"
     assert reply.metadata["sizes"]["train"] > 0
+    assert reply.metadata["method"] == "fedguild"
+
+
+def test_sites_say_how_they_write_and_learn_their_texts(config: Config, tmp_path: Path) -> None:
+    """The same where they agree, whatever does not matter for their texts."""
+    rows = [
+        {"messages": [{"role": "user", "content": f"a{n}"}, {"role": "assistant", "content": "b"}]} for n in range(9)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    chats = {
+        "dataset": "instructions",
+        "train": str(tmp_path / "chats.jsonl"),
+        "partition": {"scheme": "iid", "minimum": 1},
+    }
+    sites = [
+        *({"data": {"chat_template": template}} for template in (None, "plain")),
+        *({"data": {**chats, "chat_template": "plain", "train_on": which}} for which in ("all_turns", "last_turn")),
+        {"data": {**chats, "chat_template": "plain", "train_on": "all_turns", "seed": 1}},
+    ]
+    said = []
+    for number, site in enumerate(sites):
+        trainer = trainers_of(config, tmp_path / str(number), [site] * 3)[1]
+        reply = trainer.handle(Message("hello", RUN, metadata=run_metadata(config)))
+        assert not reply.failure
+        said.append(reply.metadata["texts"])
+    prompts, prompts_too, all_turns, last_turn, all_turns_too = said
+    assert prompts == prompts_too != all_turns == all_turns_too != last_turn
+    assert "train_on last_turn" in last_turn
 
 
 def test_a_budget_that_the_run_does_not_have(config: Config, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_start_in_another_part(run) -> None:
     ("hook", "other", "told"),
     [
         ("start", lambda *_: None, "The `start` of fedit returned nothing, where a Payload is expected"),
-        ("update", lambda *_: {}, "The `aggregate` of fedit returned a dict, where a Payload is expected"),
+        ("update", lambda *_: {}, "The `update` of fedit returned a dict, where a Payload is expected"),
         ("local_update", lambda *_: None, "The `local_update` of fedit returned a NoneType, where a list of"),
         ("local_update", lambda *_: [], "The `local_update` of fedit returned 0 of them, where a list of"),
         ("local_update", lambda self, cohort: [{}] * len(cohort.work), "returned a dict, where a Payload is expected"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from dataclasses import asdict
 from itertools import groupby
@@ -62,13 +63,15 @@ def command(
     """
     if html and html.suffix != ".html":
         raise ConfigError(f"--html writes a page, but {html} does not end in .html.")
-    given = [*(overrides or ()), *([f"model.path={model}"] if model else [])]
+    at = model and (os.path.abspath(model) if os.path.exists(model) else model)
+    given = [*(overrides or ()), *([f"model.path={at}"] if at else [])]
     is_default = False
-    if source is not None and (site := _site_folder(Path(source))) is not None:
-        title, view = source, _view_of_site(site, given, examples)
-    elif source is not None and not is_setting(source) and _is_data(source):
-        title, is_default = source, not any(setting.startswith("model.path=") for setting in given)
-        view = fedguild.inspect_data(None, *given, dataset=source, examples=examples)
+    named = None if source is None or is_setting(source) else source
+    if named is not None and (site := _site_folder(Path(named))) is not None:
+        title, view = named, _view_of_site(site, given, examples)
+    elif named is not None and _is_data(named):
+        title, is_default = named, not any(setting.startswith("model.path=") for setting in given)
+        view = fedguild.inspect_data(None, *given, dataset=named, examples=examples)
     else:
         title, settings = config_and_settings(source, given)
         view = fedguild.inspect_data(title, *settings, examples=examples)

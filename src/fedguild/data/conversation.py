@@ -293,10 +293,12 @@ def _message(key: str, raw: Any, row: _Row) -> Message:
     name = str(said).strip().lower()
     if name not in ROLE_OF and name not in CALLS:
         raise row.error(key, f"a message of the role {said!r}", ", ".join(ROLE_OF))
-    if not raw.keys() & {"content", "value", *_MORE}:
+    if not raw.keys() & {"content", "value", "function_call", *_MORE}:
         raise row.error(key, f"a message that says nothing ({str(dict(raw))[:60]})", _A_MESSAGE)
     content = _content(key, raw.get("content", raw.get("value")), row)
     more = {field: raw[field] for field in _MORE if raw.get(field)}
+    if raw.get("function_call"):
+        more["tool_calls"] = [raw["function_call"]]
     if name in CALLS:
         calls = row.parsed(key, content)
         more, content = {"tool_calls": calls if isinstance(calls, list) else [calls]}, ""

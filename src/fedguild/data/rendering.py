@@ -327,10 +327,9 @@ class Chat:
         ):
             if used and not getattr(self, known):
                 raise DataError(
-                    f"A conversation has {what}, which the chat template does not write; it begins "
-                    f"{example.messages[0].content[:40]!r}.",
+                    f"A conversation has {what}, which the chat template does not write.",
                     "Use a model whose template knows tools, give one as data.chat_template, or leave such "
-                    "conversations out.",
+                    f"conversations out. This one begins {example.messages[0].content[:40]!r}.",  # a hint is not sent
                 )
         if messages[0]["role"] == "system" and len(messages) > 1 and not self._writes_system:
             system, first, *others = messages

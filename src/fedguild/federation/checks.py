@@ -275,7 +275,9 @@ def _dates(what: str, path: Path) -> Iterator[Fault]:
     elif (left := certificate.not_valid_after_utc - now) < SOON:
         yield Fault(
             f"{what} {path} expires on {certificate.not_valid_after_utc:%Y-%m-%d}, in {left.days} days.",
-            "The server's operator renews it with `sh make.sh` in server/certificates, or has the authority do so.",
+            "Every site needs the authority's next certificate before, and the server one that it signed."
+            if certificate.subject == certificate.issuer
+            else "Have its authority sign another; `sh make.sh` beside it does that for the example authority.",
             fatal=False,
         )
 

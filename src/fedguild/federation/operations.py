@@ -360,13 +360,12 @@ def _follow(run: subprocess.Popen[str], echo: Echo, state: Path, outcome: Path |
 
 
 def _await(outcome: Path, run: Path, echo: Echo) -> None:
-    """Waits for a run's outcome; if only its output has ended, to the end of the run."""
+    """Waits for a run's outcome, which its process writes soon after it has let go of the run."""
     deadline = time.monotonic() + OUTCOME_SECONDS
-    told = False
-    while not outcome.is_file():
-        if time.monotonic() >= deadline:
-            if holder(run) is None:
-                return
+    first, told = None, False
+    while not outcome.is_file() and time.monotonic() < deadline:
+        if (now := holder(run)) is not None and first in (None, now):
+            first, deadline = now, time.monotonic() + OUTCOME_SECONDS
             if not told:
                 echo("Flower's server sends no more of the run's output; the run goes on, and this waits for its end.")
                 told = True

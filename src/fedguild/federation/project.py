@@ -68,10 +68,10 @@ def write_project(
     """
     host, port = _host_and_port(address)
     required = [f"federation.clients={clients}", "federation.engine.name=flower", "evaluation.pooled=false"]
-    if clients == 2:  # by half, one upload would be the aggregate
-        required.append("federation.quorum=1.0")
     config = load_config(config_name, [*required, *overrides])
     _require_own(config, clients)
+    if not any(override.startswith("federation.quorum=") for override in overrides):
+        config = _never_alone(config)
     config = config if shared_data else with_own_data(config, overrides)
     require_model(config)
     check_config(config)
@@ -103,6 +103,14 @@ def write_project(
     if config.federation.secure:
         _write_peers(folder, clients)
     return config
+
+
+def _never_alone(config: Config) -> Config:
+    """Returns a config whose quorum is two uploads at least, where a round wants as many."""
+    rules = config.federation
+    if quorum_count(rules.wanted_uploads, rules.quorum) > 1 or rules.wanted_uploads < 2:
+        return config
+    return config.model_copy(update={"federation": rules.model_copy(update={"quorum": 2 / rules.wanted_uploads})})
 
 
 def _write_peers(folder: Path, clients: int) -> None:

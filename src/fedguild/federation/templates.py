@@ -108,26 +108,30 @@ case "$name" in
   *[!0-9.]*) kind=DNS ;;
   *) kind=IP ;;
 esac
-if [ ! -f ca.key ]; then
-  if [ -f ca.pem ]; then
-    echo "ca.pem is here without ca.key: bring the key, or move ca.pem away to make another authority." >&2
+if [ -f ca.key ] || [ -f ca.pem ]; then
+  if ! [ -f ca.key ] || ! [ -f ca.pem ] ||
+    [ "$(openssl pkey -in ca.key -pubout)" != "$(openssl x509 -in ca.pem -pubkey -noout)" ]; then
+    echo "ca.key is not that of ca.pem: bring it here, or move both away to make another authority." >&2
     exit 1
   fi
+else
   openssl ecparam -name prime256v1 -genkey -noout -out ca.key
   openssl req -x509 -new -key ca.key -sha256 -days 825 -subj "/CN=FedGuild example authority" -out ca.pem \\
     -addext "basicConstraints=critical,CA:TRUE" -addext "keyUsage=critical,keyCertSign,cRLSign"
 fi
-openssl ecparam -name prime256v1 -genkey -noout -out server.key
-openssl req -new -key server.key -sha256 -subj "/CN=$name" -out server.csr
-cat > server.ext <<END
+openssl ecparam -name prime256v1 -genkey -noout -out new.key
+openssl req -new -key new.key -sha256 -subj "/CN=$name" -out new.csr
+cat > new.ext <<END
 basicConstraints=CA:FALSE
 extendedKeyUsage=serverAuth
 subjectAltName=$kind:$name,DNS:localhost,IP:127.0.0.1
 END
-openssl x509 -req -in server.csr -CA ca.pem -CAkey ca.key -CAcreateserial -sha256 -days 397 \\
-  -extfile server.ext -out server.pem
+openssl x509 -req -in new.csr -CA ca.pem -CAkey ca.key -CAcreateserial -sha256 -days 397 \\
+  -extfile new.ext -out new.pem
+mv new.key server.key
+mv new.pem server.pem
 chmod 644 ca.pem server.pem
-rm -f server.csr server.ext
+rm -f new.csr new.ext
 """
 
 NGINX = """# An example for nginx in front of the server, for a certificate or limits of your own. The server's port for

@@ -554,12 +554,12 @@ class TrainerService:
 
     def _texts(self, backbone: Backbone) -> str:
         """Returns how this site's texts are written and what of them is learned."""
-        data, template = self.site.data, getattr(backbone.tokenizer, "chat_template", None)
-        written = hashlib.sha256(str(template).encode()).hexdigest()[:8] if template else "none"
-        return (
-            f"train_on {data.train_on}, special_tokens {data.special_tokens}, template {data.template or 'the usual'}, "
-            f"chat template {written}"
-        )
+        data = self.site.data
+        if not any(example.messages for example in self._client_data().train):
+            return f"prompts by the template {data.template or 'of the corpus'}, special_tokens {data.special_tokens}"
+        template = hashlib.sha256(str(backbone.tokenizer.chat_template).encode()).hexdigest()[:8]
+        learned = f"train_on {data.train_on}, special_tokens {data.special_tokens}"
+        return f"conversations by the chat template {template}, {learned}"
 
     def _load_once(self, config: Config) -> Backbone:
         if self._backbone is None:

@@ -277,9 +277,10 @@ def compare(runs: Mapping[str, Sequence[Run]], reference: str | None = None) -> 
         scored = [getattr(table, name) is not None for table in every]
         if any(scored) and not all(scored):
             warnings.append(f"{whose} were not scored in all runs: set evaluation.{setting}=true.")
+    beside = metrics_beside_the_score(row for table in every for row in table.rows)
     return ComparisonTable(
         budgets=tuple(facts[0] for facts in by_budget.values()),
-        rows=tuple(_method_row(label, runs[label], tables[label]) for label in runs),
+        rows=tuple(_method_row(label, runs[label], tables[label], beside) for label in runs),
         reference=chosen,
         seeds=tuple(sorted({table.seed for table in every})),
         round=max(table.round for table in every),
@@ -290,7 +291,7 @@ def compare(runs: Mapping[str, Sequence[Run]], reference: str | None = None) -> 
     )
 
 
-def _method_row(label: str, runs: Sequence[Run], tables: Sequence[RunTable]) -> MethodRow:
+def _method_row(label: str, runs: Sequence[Run], tables: Sequence[RunTable], names: Sequence[str]) -> MethodRow:
     seeds = [table.seed for table in tables]
     if len(set(seeds)) < len(seeds):
         raise ConfigError(f"{label} has two runs of one seed (seeds: {', '.join(map(str, seeds))}); give each once.")
@@ -298,9 +299,9 @@ def _method_row(label: str, runs: Sequence[Run], tables: Sequence[RunTable]) -> 
     flops: dict[str, list[float]] = {}
     metrics: dict[str, dict[int, float]] = {}
     for table in tables:
-        for name in metrics_beside_the_score(table.rows):
-            values = [row.metrics[name] for row in table.rows if name in row.metrics]
-            metrics.setdefault(name, {})[table.seed] = fmean(values)
+        for name in names:
+            if values := [row.metrics[name] for row in table.rows if name in row.metrics]:
+                metrics.setdefault(name, {})[table.seed] = fmean(values)
         summaries = {name: getattr(table, name) for name in SCORES}
         for column, value in [*((row.budget.name, row.score) for row in table.rows), *summaries.items()]:
             if value is not None:

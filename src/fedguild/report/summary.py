@@ -118,18 +118,18 @@ def _costs(table: ComparisonTable, leader: str, column: str) -> list[str]:
     ours, theirs = table.row(leader), table.row(table.reference)
     facts = []
     if column in ours.training_flops and theirs.training_flops.get(column):
-        share = _share(ours.training_flops[column], theirs.training_flops[column], "FLOPs", table.reference)
+        share = _share(ours.training_flops[column], theirs.training_flops[column], "FLOPs")
         facts.append(f"a client of that budget spends {share} in training")
     elif column == MTAL and (spent := _flops(ours)) and (reference := _flops(theirs)):
-        share = _share(spent, reference, "FLOPs", table.reference)
+        share = _share(spent, reference, "FLOPs")
         facts.append(f"the average client spends {share} in training")
     if ours.cost and theirs.cost and theirs.cost.upload_bytes:
-        share = _share(ours.cost.upload_bytes, theirs.cost.upload_bytes, "bytes", table.reference)
+        share = _share(ours.cost.upload_bytes, theirs.cost.upload_bytes, "bytes")
         facts.append(f"the average client sends {share}")
     if not facts:
         return []
     same = "Inference costs the same per token under both. " if table.equal_inference and column != MTAL else ""
-    return [f"{same}With {leader}, {' and '.join(facts)}."]
+    return [f"{same}With {leader}, {' and '.join(facts)}, compared with {table.reference}."]
 
 
 def _flops(row: MethodRow) -> float | None:
@@ -141,10 +141,10 @@ def _signed(difference: Spread) -> str:
     return units.difference(difference).replace(" ", "\u00a0")
 
 
-def _share(ours: float, theirs: float, what: str, reference: str) -> str:
-    """Returns `49% of the bytes`, `1.7 times the bytes` or `as many bytes as with FedIT`."""
+def _share(ours: float, theirs: float, what: str) -> str:
+    """Returns `49% of the bytes`, `1.7 times the bytes` or `as many bytes`."""
     if 0.995 <= ours / theirs < 1.05:
-        return f"as many {what} as with {reference}"
+        return f"as many {what}"
     return f"{ours / theirs:.0%} of the {what}" if ours < theirs else f"{units.ratio(ours, theirs)} times the {what}"
 
 

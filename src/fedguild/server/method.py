@@ -323,7 +323,7 @@ class Method(ABC):
         means = RunningMeans()
         for upload in uploads:
             means.add(upload, self.terms(upload))
-        return self.update(state, means)
+        return returned(self, "update", self.update(state, means))
 
     # Messages between server and clients
 

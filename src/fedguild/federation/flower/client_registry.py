@@ -218,11 +218,11 @@ class ClientRegistry:
         self.refused.pop(node, None)
         self.clients[reply.client] = RegisteredClient(node, reply.client, answer.model_dump())
         self.echo(f"{client_name(reply.client)} has joined: {answer.summary}.")
-        first = self.clients[min(self.clients)]
-        if answer.texts != first.description["texts"]:
+        texts = {known.client: known.description["texts"] for known in self.clients.values()}
+        if (other := next((client for client in sorted(texts) if texts[client] != answer.texts), None)) is not None:
             self.echo(
-                f"Warning: {client_name(reply.client)} does not learn its texts as {client_name(first.client)} does: "
-                f"{answer.texts}; and {first.description['texts']}. One adapter learns both: see `data` in site.yaml."
+                f"Warning: {client_name(reply.client)} does not learn its texts as {client_name(other)} does: "
+                f"{answer.texts}; and {texts[other]}. One adapter learns both: see `data` in site.yaml."
             )
 
     def _refusal(self, node: int, key_name: str, reply: Message, answer: HelloAnswer) -> str:
