@@ -119,12 +119,14 @@ def test_a_hello_gets_a_description_of_the_client(config: Config, trainer: Train
     assert reply.metadata["method"] == "fedguild"
 
 
-def test_sites_say_how_they_write_and_learn_their_texts(config: Config, tmp_path: Path) -> None:
-    """The same where they agree, whatever does not matter for their texts."""
+def test_sites_say_how_they_write_and_learn_their_texts(
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same where they agree, whatever does not matter for their texts; and the log what is left out."""
     rows = [
         {"messages": [{"role": "user", "content": f"a{n}"}, {"role": "assistant", "content": "b"}]} for n in range(9)
     ]
-    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, [*rows, {"messages": []}])))
     chats = {
         "dataset": "instructions",
         "train": str(tmp_path / "chats.jsonl"),
@@ -135,6 +137,8 @@ def test_sites_say_how_they_write_and_learn_their_texts(config: Config, tmp_path
         *({"data": {**chats, "chat_template": "plain", "train_on": which}} for which in ("all_turns", "last_turn")),
         {"data": {**chats, "chat_template": "plain", "train_on": "all_turns", "seed": 1}},
     ]
+    trainers_of(config, tmp_path / "told", [sites[2]] * 3)[1].prepare()
+    assert "Left out: 1 training conversations without an assistant turn that answers." in capsys.readouterr().out
     said = []
     for number, site in enumerate(sites):
         trainer = trainers_of(config, tmp_path / str(number), [site] * 3)[1]

@@ -121,12 +121,15 @@ def test_the_page_by_hand() -> None:
 
 
 def test_the_best_row_is_one_of_those_with_the_most_seeds() -> None:
-    """`theirs` has a higher mean by one lucky seed, and is not bold."""
+    """`theirs` has a higher mean by one lucky seed, and is not bold; nor is a row with as many seeds as no other."""
     every = [one for one in records() if one.row == "ours"]
     lucky = [one.model_copy(update={"scores": {"mean": 0.9, "b4": 0.9}}) for one in records() if one.row == "theirs"]
+    low = [one.model_copy(update={"scores": {"mean": 0.1, "b4": 0.1}}) for one in every]
+    rows = {"ours": every, "theirs": lucky[:1], "unrun": low}
+    bold = [[cell.strong for cell in row] for row in score_grid(rows, TABLE).rows]
+    assert [any(row) for row in bold] == [True, False, False]
     bold = [[cell.strong for cell in row] for row in score_grid({"ours": every, "theirs": lucky[:1]}, TABLE).rows]
-    assert any(bold[0])
-    assert not any(bold[1])
+    assert not any(any(row) for row in bold)
     bold = [[cell.strong for cell in row] for row in score_grid({"ours": every, "theirs": lucky}, TABLE).rows]
     assert any(bold[1])
     assert not any(bold[0])

@@ -273,7 +273,7 @@ def _all(cells: Mapping[str, Sequence[CellRecord]]) -> list[CellRecord]:
 
 
 def _best(cells: Mapping[str, Sequence[CellRecord]], score: str) -> str | None:
-    """Returns the row with the highest mean of a score, of those with the most seeds; None with a single row."""
+    """Returns the row with the highest mean of a score, of those with the most seeds; None with a single such row."""
     scored = {
         row: of_row
         for row, members in cells.items()
@@ -281,7 +281,7 @@ def _best(cells: Mapping[str, Sequence[CellRecord]], score: str) -> str | None:
     }
     most = max(map(len, scored.values()), default=0)
     means = {row: fmean(of_row) for row, of_row in scored.items() if len(of_row) == most}
-    return max(means, key=lambda row: means[row]) if len(scored) > 1 else None
+    return max(means, key=lambda row: means[row]) if len(means) > 1 else None
 
 
 def _perplexity(values: Sequence[float]) -> str:
