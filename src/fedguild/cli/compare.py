@@ -121,8 +121,7 @@ def _show(comparison: Comparison, as_json: bool) -> None:
     else:
         for column, table in by_column.items():
             note(f"\n{column}" if column else "")
-            beside = [] if several else [table.metric_grid(), table.cost_grid()]
-            show(table.score_grid().to_rich(), *(grid.to_rich() for grid in beside if grid))
+            show(*(grid.to_rich() for grid in ([table.score_grid()] if several else table.grids())))
         if differing := comparison.differing_grid():
             show(differing.to_rich())
         else:

@@ -155,6 +155,10 @@ class ComparisonTable:
             "metrics": {name: asdict(spread(list(values.values()))) for name, values in row.metrics.items()},
         }
 
+    def grids(self) -> list[Grid]:
+        """Returns the scores, the other metrics if there are any, and the costs."""
+        return [grid for grid in (self.score_grid(), self.metric_grid(), self.cost_grid()) if grid]
+
     def score_grid(self) -> Grid:
         """Returns methods × budgets: mean ± sample deviation over seeds, then the differences paired by seed."""
         body = [self._score_row(row) for row in self.rows]

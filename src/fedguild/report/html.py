@@ -211,9 +211,7 @@ def comparison_figures_of(table: ComparisonTable, runs: Mapping[str, Sequence[Ru
 def comparison_fragment(table: ComparisonTable, title: str = "") -> str:
     """Returns a comparison's summary, tables and scores as HTML to place inside a page."""
     page = {"title": title, "facts": [], "summary": comparison_summary(table)}
-    return _fragment(
-        page, [table.score_grid(), table.metric_grid(), table.cost_grid()], [comparison_figures.score_bars(table)]
-    )
+    return _fragment(page, table.grids(), [comparison_figures.score_bars(table)])
 
 
 def _fragment(page: Mapping[str, Any], grids: Sequence[Grid | None], drawn: Sequence[Svg | None]) -> str:

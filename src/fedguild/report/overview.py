@@ -55,10 +55,7 @@ def write_tables(tables: Mapping[str, ComparisonTable], scores: Mapping[str, str
         FedGuildError: a file cannot be written.
     """
     whole = [overview(tables, scores, title)] if adds_to(tables, scores) else []
-    grids = {
-        column: [grid for grid in (table.score_grid(), table.metric_grid(), table.cost_grid()) if grid]
-        for column, table in tables.items()
-    }
+    grids = {column: table.grids() for column, table in tables.items()}
     parts = [grid.to_markdown() for grid in whole]
     lines = ["% needs \\usepackage{booktabs}", *(grid.to_latex() for grid in whole)]
     for column, of_column in grids.items():

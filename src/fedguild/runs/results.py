@@ -190,12 +190,7 @@ class Comparison:
 
     def __str__(self) -> str:
         """Returns the tables as Markdown, as `print` shows them."""
-        grids = [
-            grid.to_markdown()
-            for table in self.tables.values()
-            for grid in (table.score_grid(), table.metric_grid(), table.cost_grid())
-            if grid
-        ]
+        grids = [grid.to_markdown() for table in self.tables.values() for grid in table.grids()]
         return "\n".join([*grids, *(f"Warning: {warning}" for warning in self.warnings)])
 
     def differing(self, column: str | None = None) -> pandas.DataFrame:
