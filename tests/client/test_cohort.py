@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedguild.client.cohort import tokens_of
 from fedguild.client.schedule import learning_rate, plan_steps
 from fedguild.client.sums import _padded_sums
 from fedguild.core.seeding import numpy_rng
@@ -132,9 +133,17 @@ def test_progress_and_time_are_shared_out(olmoe_backbone):
             step.apply()
         assert [call[:2] for call in calls] == [(done, 10) for done in range(1, 11)]
         assert calls[-1][2] == cohort.mean_loss()
-    seconds = [report.seconds / report.tokens for report in cohort.reports]
-    assert seconds == pytest.approx([seconds[0]] * 3)
-    assert seconds[0] > 0
+        trained = [report.tokens for report in cohort.reports]
+        for _ in cohort.passes([cohort.work[0].examples, [], cohort.work[2].examples[:1]]):
+            pass
+    read = [tokens_of(cohort.work[0].examples), 0, tokens_of(cohort.work[2].examples[:1])]
+    assert [report.forward_tokens for report in cohort.reports] == read
+    assert [report.tokens for report in cohort.reports] == trained
+    cohort.share_time(6.0)
+    whole = sum(trained) + sum(read)
+    assert [report.seconds for report in cohort.reports] == pytest.approx(
+        [6.0 * (own + more) / whole for own, more in zip(trained, read, strict=True)]
+    )
     assert cohort.routing.steps.tolist() == list(STEPS[:3])
 
 

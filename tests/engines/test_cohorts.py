@@ -121,7 +121,9 @@ def test_examples_survive_the_way_to_an_actor():
 @pytest.mark.parametrize("memory", [None, Payload({"gate": torch.ones(3)}, {"steps": 2})])
 @pytest.mark.parametrize("frequency", [None, torch.rand(2, 3, 8)[:, 1]])
 def test_a_result_survives_the_way_back(memory, frequency):
-    training = LocalReport(steps=3, tokens=40, examples=6, loss=0.1 + 0.2, seconds=1.5)
+    training = LocalReport(
+        steps=3, tokens=40, examples=6, loss=0.1 + 0.2, seconds=1.5, reference_tokens=3, forward_tokens=7
+    )
     report = ClientReport(training, frequency, 77)
     left = None if memory is None else Payload({"a": torch.randn(2, 3)}, {"merge_version": 3})
     result = Trained(Payload({"adapter/a": torch.randn(2, 3)}, {"n": 1}), memory, report, left)

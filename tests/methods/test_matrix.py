@@ -23,6 +23,7 @@ from fedguild.core.codec import decode, encode
 from fedguild.core.errors import UploadError
 from fedguild.core.packing import pack, unpack
 from fedguild.core.payload import Payload
+from fedguild.data.batches import SlotBatch
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import Backbone
 from fedguild.model.plan import adapter_shapes
@@ -56,6 +57,7 @@ class Case:
             file.
         runs_whole: Whether a client trains on from a part of a global model that it runs whole.
         is_product: Whether the aggregate is a product, of which noise as large as in tests makes anything.
+        reads_backbone: Whether a client also reads its examples by the backbone alone, outside its slots.
         secure: The options under which secure rounds are compared with plain ones; None for `options`.
     """
 
@@ -65,6 +67,7 @@ class Case:
     mixes: bool = False
     runs_whole: bool = False
     is_product: bool = False
+    reads_backbone: bool = False
     secure: Mapping[str, Any] | None = None
 
 
@@ -143,7 +146,7 @@ CASES = {
     "flora on a dense model": Case({"targets": ["q_proj", "v_proj"], "scale": 2.0, "dropout": 0.3}, "llama"),
     "florist": Case({"targets": _EVERYTHING}, is_product=True),
     "florist by truncation": Case({"targets": _EVERYTHING, "next_round": "truncate"}, runs_whole=True, is_product=True),
-    "pfl-moe": Case({"rank": 2, "targets": ["q_proj", "experts"]}, mixes=True),
+    "pfl-moe": Case({"rank": 2, "targets": ["q_proj", "experts"]}, mixes=True, reads_backbone=True),
     "pfl-moe with embeddings": Case(
         {"rank": 2, "targets": ["q_proj"], "dropout": 0.3, "features": "embedding", "personal_epochs": 1},
         "llama",
@@ -307,6 +310,33 @@ def test_one_step_together_and_alone(label: str, tmp_path: Path) -> None:
             assert max(sizes) > 1e-4, "the step moved nothing that the client sends or keeps"
             uploads.append(theirs)
         state = together.method.aggregate(state, iter(uploads))
+
+
+@pytest.mark.parametrize("label", cases())
+def test_the_passes_beside_the_training_are_counted(
+    label: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every token that a client reads without gradients is in its report, whose time is shared by what clients read."""
+    read = []
+    logits = SlotModel.logits
+
+    def counted(model: SlotModel, batch: SlotBatch) -> Tensor:
+        if not torch.is_grad_enabled():
+            read.append(int(batch.mask.sum()))
+        return logits(model, batch)
+
+    monkeypatch.setattr(SlotModel, "logits", counted)
+    federation = fresh(label, tmp_path)
+    state = federation.start()
+    for round in (1, 2):
+        deliveries = federation.deliver(state, round, settings=TEN_STEPS, cohort=2)
+        reports = [delivery.report for delivery in deliveries]
+        told = sum(report.forward_tokens for report in reports)
+        assert told > sum(read) if CASES[label].reads_backbone else told == sum(read)
+        assert all(report.seconds > 0 for report in reports)
+        read.clear()
+        state = federation.method.aggregate(state, iter(train(federation, state, round)))
+        read.clear()
 
 
 @pytest.mark.parametrize("label", cases_alike_long())

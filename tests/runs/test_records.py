@@ -160,6 +160,20 @@ def test_costs_follow_from_what_each_client_did(personal: Path, scored: list[Rec
         assert sum(record.upload_parts.values()) == record.upload_bytes
 
 
+def test_costs_have_the_passes_beside_the_training(olmoe_folder: Path, tmp_path: Path) -> None:
+    """FedAlign-MoE measures its routing in one more pass over a client's examples, few as they are here."""
+    config = small_config(olmoe_folder, "federation.rounds=1", "method={name: fedalign-moe, rank: 3}")
+    records = of_kind(run(config, tmp_path)[1], ClientRecord)
+    done = restore(tmp_path)[0]
+    encoded = done.encoded
+    for record in records:
+        costs = cost(done.backbone.info, done.method.plan(done.backbone.info, done.clients[record.client].budget))
+        context = max(1, round(record.tokens / (2 * config.training.batch_size)))
+        read = sum(len(example.input_ids) for example in encoded[record.client])
+        expected = costs.training_flops(record.tokens, context) + costs.forward_flops(read, context)
+        assert record.training_flops == expected
+
+
 def test_routing_is_recorded_for_the_clients_that_trained(scored: list[Record]) -> None:
     for record in of_kind(scored, RoutingRecord):
         (asked,) = [r.participants for r in of_kind(scored, RoundRecord, round=record.round)]

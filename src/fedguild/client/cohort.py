@@ -8,7 +8,6 @@ its own last step.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -55,7 +54,8 @@ class LocalReport:
         examples: Examples seen, repeats counted.
         loss: Mean loss over its response tokens, in nats; of preference pairs, over the pairs.
         first_loss: The same of the first step alone, before any update; None where it is not known.
-        seconds: The cohort's training time times this client's share of its tokens.
+        seconds: The time of the cohort's local update times this client's share of all tokens here; 0 before it ends.
+        forward_tokens: Tokens read without gradients beside the training, a token as often as it is read.
         reference_tokens: Tokens that the backbone without the adapter has read, for preference pairs.
         withheld: Whether the client withholds all figures, which are 0 then, except steps that follow from what is
             public.
@@ -69,6 +69,7 @@ class LocalReport:
     withheld: bool = False
     first_loss: float | None = None
     reference_tokens: int = 0
+    forward_tokens: int = 0
     _targets: int = field(default=0, repr=False)
     _loss_sum: float = field(default=0.0, repr=False)
 
@@ -78,7 +79,7 @@ class LocalReport:
         self.tokens += other.tokens
         self.examples += other.examples
         self.reference_tokens += other.reference_tokens
-        self.seconds += other.seconds
+        self.forward_tokens += other.forward_tokens
         self._targets += other._targets
         self._loss_sum += other._loss_sum
         self.loss = self._loss_sum / max(1, self._targets)
@@ -194,22 +195,33 @@ class Cohort:
         return [part.examples[index] for index in taken]
 
     def passes(self, examples: Sequence[Sequence[Encoded]]) -> Iterator[SlotBatch]:
-        """Runs the model over every slot's examples, without gradients, dropout or counting for `reports`.
+        """Runs the model over every slot's examples, without gradients or dropout.
 
-        The observers of the MoE layers see each pass; yields the batch after it.
+        The observers of the MoE layers see each pass; yields the batch after it. In `reports` they are forward tokens.
 
         Args:
             examples: `examples[slot]`, the rows of every slot; some may be empty.
         """
-        self.require_not_private("runs the model over examples beside the training")
-        self.model.dropout.seed(None)
-        size = self.settings.batch_size
-        longest = max((len(rows) for rows in examples), default=0)
-        for start in range(0, longest, size):
-            batch = collate([rows[start : start + size] for rows in examples], self.pad_id, self.model.seq2seq)
+        for batch in self.batches(examples):
             with torch.no_grad():
                 self.model.token_losses(batch)
             yield batch
+
+    def batches(self, examples: Sequence[Sequence[Encoded]], passes: int = 1) -> Iterator[SlotBatch]:
+        """Yields every slot's examples in batches, for forward passes without gradients or dropout by the caller.
+
+        Args:
+            examples: `examples[slot]`, the rows of every slot; some may be empty.
+            passes: How often the caller runs the model over a batch, which is what `reports` count.
+        """
+        self.require_not_private("runs the model over examples beside the training")
+        self.model.dropout.seed(None)
+        size = self.settings.batch_size
+        for start in range(0, max(map(len, examples), default=0), size):
+            rows = [of_slot[start : start + size] for of_slot in examples]
+            for report, of_slot in zip(self.reports, rows, strict=True):
+                report.forward_tokens += passes * tokens_of(of_slot)
+            yield collate(rows, self.pad_id, self.model.seq2seq)
 
     @contextmanager
     def afresh(self, plans: Sequence[AdapterPlan]) -> Iterator[Cohort]:
@@ -310,7 +322,6 @@ class Cohort:
         if most is not None:
             plans = [plan[:limit] for plan, limit in zip(plans, most, strict=True)]
         total = max(len(plan) for plan in plans)
-        started = time.perf_counter()
         self._references = self.refer([sorted({i for step in plan for batch in step for i in batch}) for plan in plans])
         with self.model.collect_routing() as self.routing:
             for index, columns in enumerate(zip_longest(*plans, fillvalue=[])):
@@ -322,7 +333,7 @@ class Cohort:
                 self._record_step(columns)
                 if self._on_step is not None:
                     self._on_step(index + 1, total, self.mean_loss())
-        self.finish(time.perf_counter() - started)
+        self.finish()
 
     def mean_loss(self) -> float:
         """Returns the clients' mean training loss so far."""
@@ -355,11 +366,6 @@ class Cohort:
         for report, batches in zip(self.reports, columns, strict=True):
             report.steps += bool(batches)
 
-    def _share_time(self, seconds: float) -> None:
-        tokens = sum(report.tokens for report in self.reports)
-        for report in self.reports:
-            report.seconds = seconds * report.tokens / max(1, tokens)
-
     def read_losses(self) -> None:
         """Adds the losses of an optimizer step's passes to the reports; the only point of a step where the host waits.
 
@@ -383,13 +389,18 @@ class Cohort:
         if self._on_step is not None:
             self._on_step(done, total, math.nan)
 
-    def finish(self, seconds: float) -> None:
-        """Ends a training: turns dropout off, copies the models to be scored, and shares the time among the clients."""
+    def finish(self) -> None:
+        """Ends a training: turns dropout off and copies the models to be scored."""
         self.read_losses()
         self.model.dropout.seed(None)
         if self.keep_trained:
             self.trained = [self.model.read(slot, frozen=True) for slot in range(len(self.work))]
-        self._share_time(seconds)
+
+    def share_time(self, seconds: float) -> None:
+        """Shares the time of the local update among the clients, by the tokens that they have read."""
+        tokens = [each.tokens + each.forward_tokens + each.reference_tokens for each in self.reports]
+        for report, own in zip(self.reports, tokens, strict=True):
+            report.seconds = seconds * own / max(1, sum(tokens))
 
 
 class Step:

@@ -7,17 +7,15 @@ from collections.abc import Sequence
 import torch
 
 from fedguild.client.cohort import Cohort
-from fedguild.data.batches import Encoded, collate
+from fedguild.data.batches import Encoded
 
 
 @torch.no_grad()
 def mean_losses(cohort: Cohort, examples: Sequence[Sequence[Encoded]]) -> list[float]:
     """Returns every slot's mean negative log-likelihood over its response tokens, in nats; 0 if it has none."""
-    size = cohort.settings.batch_size
     sums = torch.zeros(len(examples), dtype=torch.float64)
     counts = torch.zeros(len(examples), dtype=torch.float64)
-    for start in range(0, max(map(len, examples)), size):
-        batch = collate([rows[start : start + size] for rows in examples], cohort.pad_id, cohort.model.seq2seq)
+    for batch in cohort.batches(examples):
         losses = cohort.model.token_losses(batch).cpu().double()
         sums.index_add_(0, batch.group, losses)
         counts.index_add_(0, batch.group, torch.ones_like(losses))

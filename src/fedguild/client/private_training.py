@@ -20,7 +20,6 @@ is one example, with its own DPO loss: the reference does not depend on any data
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -55,11 +54,10 @@ def train_privately(cohort: Cohort, penalty: Callable[[], Tensor] | None = None)
     """
     if not cohort.private:
         cohort.require_not_private("trains twice in a round")
-    started = time.perf_counter()
     private, cohort.private = cohort.private or (), ()
     for slot, dp in enumerate(private):
         _Client(cohort, slot, dp).train(penalty)
-    cohort.finish(time.perf_counter() - started)
+    cohort.finish()
 
 
 class _Client:

@@ -38,6 +38,7 @@ class ClientReport:
             "peak_memory_bytes": self.peak_memory_bytes,
             "withheld": self.training.withheld,
             "reference_tokens": self.training.reference_tokens,
+            "forward_tokens": self.training.forward_tokens,
         }
 
     @classmethod
@@ -56,6 +57,7 @@ class ClientReport:
                 seconds=float(values["seconds"]),
                 withheld=withheld,
                 reference_tokens=int(values.get("reference_tokens", 0)),
+                forward_tokens=int(values.get("forward_tokens", 0)),
             )
             frequency = None if values["frequency"] is None else torch.tensor(values["frequency"], dtype=torch.float32)
             peak = None if values["peak_memory_bytes"] is None else int(values["peak_memory_bytes"])

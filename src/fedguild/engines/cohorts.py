@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -138,7 +139,9 @@ class Trainer:
                 noise_seed=self.noise_seed,
                 private=None if self.private is None else [self.private(part.client, round_index) for part in work],
             )
+            started = time.perf_counter()
             uploads = _uploads_of(method, method.local_update(cohort), len(work))
+            cohort.share_time(time.perf_counter() - started)
         give_back_if_scarce()
         peak = peak_bytes(self.backbone.device)
         routing = cohort.routing if self.backbone.info.moe else None

@@ -149,6 +149,7 @@ class TrainAnswer(_Part):
         backbone_loads: How often its trainer has loaded the backbone.
         withheld: Whether the figures are withheld for privacy, and so 0 or None.
         reference_tokens: Tokens that the backbone without the adapter has read, for preference pairs.
+        forward_tokens: Tokens read without gradients beside the training.
     """
 
     steps: int = Field(ge=0, le=LARGEST_STEPS)
@@ -161,6 +162,7 @@ class TrainAnswer(_Part):
     backbone_loads: Count = 0
     withheld: bool = False
     reference_tokens: int = Field(default=0, ge=0, le=LARGEST_TOKENS)
+    forward_tokens: int = Field(default=0, ge=0, le=LARGEST_TOKENS)
 
     def shape(self) -> tuple[int, int] | None:
         """Returns (L, M) of the frequencies; None without any.

@@ -93,7 +93,7 @@ class FDLoRA(Method):
         costs=ServerCosts(
             "O(n): a running mean and a momentum",
             "O(C n)",
-            note="A client's search for its fusion weights runs forward passes that are not counted.",
+            note="A client's search for its fusion weights runs forward passes, which the estimates leave out.",
         ),
         not_private=NotPrivate(example="searches its fusion weights on examples that it holds out"),
         not_preferences="searches its fusion weights by the loss of single answers",

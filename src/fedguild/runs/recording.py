@@ -40,7 +40,8 @@ def client_records(outcome: Outcome, model: ModelInfo, rules: PrivacyRules | Non
         traffic = outcome.traffic[client.index]
         rows = report.examples * (2 if report.reference_tokens else 1)
         sequence, told = max(1, round(report.tokens / max(1, rows))), not report.withheld
-        flops = cost(model, plan).training_flops(report.tokens, sequence)
+        costs = cost(model, plan)
+        flops = costs.training_flops(report.tokens, sequence) + costs.forward_flops(report.forward_tokens, sequence)
         flops += cost(model, AdapterPlan((), plan.active_experts)).forward_flops(report.reference_tokens, sequence)
         steps = report.steps if told or rules is None else _public_steps(rules, delivery)
         records.append(

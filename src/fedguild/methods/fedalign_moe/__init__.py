@@ -142,7 +142,7 @@ class FedAlignMoe(Method):
             varies="at most",
             leave_out=True,
             note="An upload leaves out the experts that the client did not activate. After its training a client runs "
-            "forward passes over its data, up to `statistics_tokens` tokens, that are not counted.",
+            "forward passes over its data, up to `statistics_tokens` tokens, which the estimates leave out.",
         ),
         not_private="sends means of the routing and of the experts' inputs",
         not_preferences="aligns the routing in a loop of its own",

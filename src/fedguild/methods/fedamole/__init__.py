@@ -173,7 +173,8 @@ class FedAMoLE(Method):
             "O(E n / b) for the pool of experts, and C E scores a module",
             "O(C n), and a linear program of C E variables a module",
             varies="mean",
-            note="Clients hold between k^e and b experts of a module; over all of them the mean is E k^c / C.",
+            note="Clients hold between k^e and b experts of a module; over all of them the mean is E k^c / C. The "
+            "estimates leave out the passes over a client's embedding set.",
         ),
         not_private="sends embeddings of the clients' examples (method.privacy_eta adds noise that no account covers)",
         not_preferences="balances the experts of its mixtures in a loop of its own",

@@ -122,7 +122,8 @@ class FedMoe(Method):
             "O(n) and C L M shares of tokens",
             "O(C n + C² L M)",
             varies="at most",
-            note="Counted as in stage 1, in which a client holds as many experts as fit; later it may hold fewer.",
+            note="Counted as in stage 1, in which a client holds as many experts as fit; later it may hold fewer. The "
+            "estimates leave out the passes of a client's validation.",
             rounds=3,
         ),
         not_private="sends activations of the experts and what its validation says of them",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from fedguild.client.cohort import Cohort
-from fedguild.data.batches import Encoded, collate
+from fedguild.data.batches import Encoded
 
 
 @dataclass(frozen=True)
@@ -37,12 +37,10 @@ def validate(cohort: Cohort, examples: Sequence[Sequence[Encoded]]) -> list[Vali
         cohort: The clients, their trainables loaded.
         examples: `examples[slot]`, held out of training.
     """
-    model, size = cohort.model, cohort.settings.batch_size
-    model.dropout.seed(None)
+    model = cohort.model
     sums = torch.zeros(3, len(examples), dtype=torch.float64)
     with model.collect_routing() as routing:
-        for start in range(0, max(map(len, examples)), size):
-            batch = collate([rows[start : start + size] for rows in examples], cohort.pad_id, model.seq2seq)
+        for batch in cohort.batches(examples):
             logits, targets = model.logits(batch), batch.targets.to(model.device)
             losses = cross_entropy(logits, targets, reduction="none")
             right = logits.argmax(dim=-1) == targets

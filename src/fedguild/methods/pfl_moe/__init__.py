@@ -31,7 +31,6 @@ Readings and deviations (docs/methods/pfl-moe.md):
 
 from __future__ import annotations
 
-import time
 from typing import Literal
 
 import torch
@@ -89,7 +88,7 @@ class PflMoe(Method):
         costs=ServerCosts(
             "O(n), whatever C is: a running mean",
             "O(C n)",
-            note="A client's personal adapter and gate stay with it; their training comes on top of the FLOPs here.",
+            note="A client's personal adapter and gate stay with it; the estimates leave their training out.",
         ),
         not_private=NotPrivate(example="trains a personal model and a gate on the same examples"),
         not_preferences="trains its gate on the loss of single answers",
@@ -113,7 +112,7 @@ class PflMoe(Method):
 
     def _personalise(self, cohort: Cohort) -> None:
         """Lines 5 to 7, for all clients of the cohort at once; what they keep replaces what they kept before."""
-        settings, started = self.settings, time.perf_counter()
+        settings = self.settings
         another = second_training(cohort, self._personal_training(cohort.settings), "personal")
         for_gate = [  # line 5
             another.hold_out(slot, settings.gate_share, len(work.examples)) if len(work.examples) > 1 else []
@@ -130,7 +129,7 @@ class PflMoe(Method):
         for slot, (theta, theta_p, gate) in enumerate(zip(received, personal, gates, strict=True)):
             cohort.keep(slot, Payload.of({RECEIVED: theta, PERSONAL: theta_p, GATE: gate}).tensors)
             cohort.leave(slot, {})
-        add_cost(cohort, another, time.perf_counter() - started)
+        add_cost(cohort, another)
 
     def _personal_training(self, training: TrainingSettings) -> TrainingSettings:
         """Returns the training settings of line 6."""

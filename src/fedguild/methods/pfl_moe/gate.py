@@ -20,7 +20,7 @@ from fedguild.client.optimizer import SlotOptimizer
 from fedguild.client.schedule import plan_steps
 from fedguild.config.training import TrainingSettings
 from fedguild.core.seeding import numpy_rng
-from fedguild.data.batches import Encoded, SlotBatch, collate
+from fedguild.data.batches import Encoded, SlotBatch
 from fedguild.methods.pfl_moe.logit_mixture import BIAS, WEIGHT, gate_values, mixed
 from fedguild.methods.pfl_moe.prompt_features import Features, prompt_features, target_rows
 from fedguild.model.adapters.storage import SlotTensor
@@ -99,10 +99,14 @@ class LogitGates:
     Args:
         cohort: The clients.
         features: The features whose mean is phi.
+
+    Attributes:
+        passes: Forward passes of `outputs`: under both adapters, and the frozen backbone's for its hidden states.
     """
 
     def __init__(self, cohort: Cohort, features: Features) -> None:
         self._cohort, self._features = cohort, features
+        self.passes = 3 if features == "hidden" else 2
         slots, hidden = len(cohort.work), cohort.model.backbone.info.hidden
         kind = torch.float64 if cohort.model.backbone.dtype is torch.float64 else torch.float32
         self.trainables: dict[str, SlotTensor] = {}
@@ -192,8 +196,9 @@ def _outputs(
     first: Adapters,
     second: Adapters,
 ) -> Outputs:
-    """Returns what the models say of some of each client's examples."""
-    return gates.outputs(collate(_taken(examples, batches), cohort.pad_id, cohort.model.seq2seq), first, second)
+    """Returns what the models say of some of each client's examples, one batch of each."""
+    (batch,) = cohort.batches(_taken(examples, batches), gates.passes)
+    return gates.outputs(batch, first, second)
 
 
 def _kept(

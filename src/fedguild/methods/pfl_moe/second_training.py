@@ -32,16 +32,14 @@ def second_training(cohort: Cohort, settings: TrainingSettings, purpose: str) ->
     )
 
 
-def add_cost(cohort: Cohort, second: Cohort, seconds: float) -> None:
-    """Adds the tokens and examples of a second training to a cohort's reports, and its time; steps and loss stay.
+def add_cost(cohort: Cohort, second: Cohort) -> None:
+    """Adds the tokens and examples of a second training to a cohort's reports; steps and loss stay.
 
     Args:
         cohort: The clients.
         second: What `second_training` returned, after its training.
-        seconds: Its duration, shared among the clients in proportion to their tokens.
     """
-    total = sum(report.tokens for report in second.reports)
     for report, more in zip(cohort.reports, second.reports, strict=True):
         report.tokens += more.tokens
         report.examples += more.examples
-        report.seconds += seconds * more.tokens / max(1, total)
+        report.forward_tokens += more.forward_tokens

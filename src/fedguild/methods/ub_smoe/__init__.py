@@ -140,7 +140,9 @@ class UbSmoeSettings(LoraSettings):
         "always: to all (paper)",
     )
     measure_cosine: bool = Field(
-        False, description="whether clients hold examples out to compare G~ with the true gradient (Table 8)"
+        False,
+        description="whether clients hold examples out to compare G~ with the true gradient (Table 8), whose FLOPs are "
+        "not counted",
     )
     cosine_examples: int = Field(8, ge=1, description="most examples that a client holds out for measure_cosine")
 
