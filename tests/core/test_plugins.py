@@ -95,7 +95,7 @@ def test_a_plugin_is_loaded_from_its_module_or_itself(zoo: Path, monkeypatch: py
 
 BROKEN = {
     "absent": ("nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
-    "raises": ("broken.raises", "RuntimeError: no licence found"),
+    "raises": ("broken.raises", "RuntimeError: no licence found (broken.raises, line 1)"),
     "unparsable": ("broken.unparsable", "SyntaxError: "),
     "lacks": ("broken.fine:COW", "AttributeError: module 'broken.fine' has no attribute 'COW'"),
     "wrong": ("broken.fine:NUMBER", "TypeError: wrong is a int, not a str"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -66,11 +67,28 @@ def test_a_site_says_no_size_loss_or_score_that_is_not_public(olmoe_folder: Path
     assert f"{len(trainer._client_data().train)} training" not in hello.metadata["summary"]
     said = trainer.handle(request).metadata
     assert said["withheld"]
-    assert {said[name] for name in ("tokens", "examples", "loss", "seconds")} == {0}
+    assert {said[name] for name in ("tokens", "examples", "loss", "seconds", "forward_tokens")} == {0}
     assert (said["frequency"], said["peak_memory_bytes"]) == (None, None)
     asked = {**run_metadata(config), "scope": "client", "split": "test"}
     score = trainer.handle(Message("score", RUN, 1, 1, metadata=asked, body=request.body))
     assert "scores are not among the run's privacy.public" in score.failure
+
+
+def test_a_site_does_not_say_whether_it_has_conversations(olmoe_folder: Path, tmp_path: Path) -> None:
+    """How it writes texts of either kind, which its settings say."""
+    config, turns = private(olmoe_folder, *LOCAL), [("user", "a"), ("assistant", "b")]
+    row = json.dumps({"messages": [{"role": role, "content": content} for role, content in turns]})
+    (tmp_path / "chats.jsonl").write_text("\n".join([row] * 9))
+    own = {"dataset": "instructions", "train": str(tmp_path / "chats.jsonl"), "partition": {"scheme": "iid"}}
+    said = []
+    for name, data in (("prompts", {}), ("chats", own)):
+        given = {"data": {**data, "chat_template": "plain"}}
+        trainer = trainers_of(config, tmp_path / name, [given] * config.federation.clients)[1]
+        hello = trainer.handle(Message("hello", RUN, 0, 1, metadata=run_metadata(config)))
+        assert not hello.failure
+        said.append(hello.metadata["texts"])
+    assert "conversations by" in said[0]
+    assert said[0] == said[1]
 
 
 def test_a_site_stops_at_its_own_limit_over_all_runs(olmoe_folder: Path, tmp_path: Path) -> None:

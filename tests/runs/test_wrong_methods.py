@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from fedguild.methods.fedit import FedIT
 from fedguild.model.adapters.lora import Lora
 from fedguild.runs import experiment
 from fedguild.server.method import Method
-from fedguild.server.terms import Terms, mean
+from fedguild.server.terms import Terms, Upload, mean
 from tests.runs.runs import small_config
 
 
@@ -87,6 +87,16 @@ def test_a_start_in_another_part(run) -> None:
 def test_what_is_returned_is_checked(run, hook: str, other: Callable[..., Any], told: str) -> None:
     with pytest.raises(FedGuildError, match=told):
         run(hook, other)
+
+
+def test_uploads_are_gone_through_once(run) -> None:
+    def aggregate(self: Method, state: Payload, uploads: Iterable[Upload]) -> Payload:
+        examples = sum(upload.client.examples for upload in uploads)
+        assert examples
+        return Method.aggregate(self, state, uploads)
+
+    with pytest.raises(FedGuildError, match=r"goes through the round's uploads twice.*"):
+        run("aggregate", aggregate)
 
 
 @pytest.mark.parametrize("option", ["targets", "frozen"])

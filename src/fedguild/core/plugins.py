@@ -26,6 +26,7 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, distributions, 
 from importlib.util import find_spec
 from pkgutil import iter_modules
 from symtable import symtable
+from traceback import walk_tb
 from types import ModuleType
 from typing import Any, Generic, TypeVar
 
@@ -119,7 +120,7 @@ class Plugins(Generic[T]):
         try:
             return self._accepted(plugin)
         except Exception as error:
-            broken = replace(plugin, fault=in_one_line(error))
+            broken = replace(plugin, fault=_fault(plugin, error))
             raise ConfigError(f"The {self.noun} {broken.warning}", hint) from error
 
     def checked(self) -> Iterator[Found]:
@@ -130,13 +131,23 @@ class Plugins(Generic[T]):
                     self._accepted(plugin)
                 yield plugin
             except Exception as error:
-                yield replace(plugin, fault=in_one_line(error))
+                yield replace(plugin, fault=_fault(plugin, error))
 
     def _accepted(self, plugin: Found) -> T:
         loaded = EntryPoint(plugin.name, plugin.target, "").load() if plugin.target else None
         if self.attribute and isinstance(loaded, ModuleType):
             loaded = getattr(loaded, self.attribute)
         return self.accept(plugin.name, loaded)
+
+
+def _fault(plugin: Found, error: Exception) -> str:
+    """Returns what went wrong, and where in the plug-in's own package, if there."""
+    own, told = plugin.target.partition(":")[0].partition(".")[0], in_one_line(error)
+    for frame, line in reversed(list(walk_tb(error.__traceback__))):
+        module = str(frame.f_globals.get("__name__"))
+        if module.partition(".")[0] == own != "fedguild":
+            return f"{told} ({module}, line {line})"
+    return told
 
 
 def discover(package: str, group: str) -> tuple[Found, ...]:

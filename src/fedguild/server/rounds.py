@@ -15,6 +15,7 @@ from fedguild.server.method import returned
 from fedguild.server.optimizer import own_state, server_step
 from fedguild.server.round import Outcome, RoundSetup
 from fedguild.server.sampling import sample
+from fedguild.server.uploads import Once
 
 
 def run_round(
@@ -55,7 +56,7 @@ def run_round(
     intake = Intake(setup, outcome, tasks, wanted, accepted_before)
     with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:
         # aggregate
-        after = returned(method, "aggregate", intake.onward(own)(uploads))
+        after = returned(method, "aggregate", intake.onward(own)(Once(uploads)))
         outcome.state = server_step(state, after, step=rules.server_step, momentum=rules.server_momentum)
     # record
     intake.close()

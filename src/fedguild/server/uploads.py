@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
 
 from fedguild.client.budget import Budget
+from fedguild.core.errors import FedGuildError
 from fedguild.core.payload import ADAPTER, Payload
 from fedguild.server.terms import Upload, weight_of
+
+
+class Once(Iterable[Upload]):
+    """A round's uploads as they arrive, which are there only once: a second loop would find none and say nothing.
+
+    Args:
+        uploads: The uploads.
+    """
+
+    def __init__(self, uploads: Iterator[Upload]) -> None:
+        self._uploads: Iterator[Upload] | None = uploads
+
+    def __iter__(self) -> Iterator[Upload]:
+        """Returns the uploads.
+
+        Raises:
+            FedGuildError: they have been taken already.
+        """
+        if self._uploads is None:
+            raise FedGuildError(
+                "The method's `aggregate` goes through the round's uploads twice, but each is there only once, as it "
+                "arrives.",
+                "Take what is needed in one loop, or keep all: `collected(uploads)` of fedguild.server.uploads.",
+            )
+        taken, self._uploads = self._uploads, None
+        return taken
 
 
 def collected(uploads: Iterable[Upload]) -> list[Upload]:
