@@ -64,14 +64,14 @@ def at_start(monkeypatch: pytest.MonkeyPatch) -> Seen:
 def at_end(monkeypatch: pytest.MonkeyPatch) -> Seen:
     """The slots' answers after the last step of their newest trainings."""
     seen: Seen = {}
-    share_time = Cohort._share_time
+    finish = Cohort.finish
 
-    def watched(cohort: Cohort, seconds: float) -> None:
+    def watched(cohort: Cohort) -> None:
         for who, answer in zip(cohort.clients, losses(cohort.model), strict=True):
             seen.setdefault(who.index, []).append(answer)
-        share_time(cohort, seconds)
+        finish(cohort)
 
-    monkeypatch.setattr(Cohort, "_share_time", watched)
+    monkeypatch.setattr(Cohort, "finish", watched)
     return seen
 
 

@@ -54,9 +54,10 @@ class LocalReport:
         examples: Examples seen, repeats counted.
         loss: Mean loss over its response tokens, in nats; of preference pairs, over the pairs.
         first_loss: The same of the first step alone, before any update; None where it is not known.
-        seconds: The time of the cohort's local update times this client's share of all tokens here; 0 before it ends.
-        forward_tokens: Tokens read without gradients beside the training, a token as often as it is read.
+        seconds: The time of the cohort's local update times this client's share of the tokens that the cohort read; 0
+            before the update ends.
         reference_tokens: Tokens that the backbone without the adapter has read, for preference pairs.
+        forward_tokens: Tokens read without gradients beside the training, a token as often as it is read.
         withheld: Whether the client withholds all figures, which are 0 then, except steps that follow from what is
             public.
     """
@@ -397,7 +398,7 @@ class Cohort:
             self.trained = [self.model.read(slot, frozen=True) for slot in range(len(self.work))]
 
     def share_time(self, seconds: float) -> None:
-        """Shares the time of the local update among the clients, by the tokens that they have read."""
+        """Shares the time of the local update among the clients, by the tokens that they read, trained on or not."""
         tokens = [each.tokens + each.forward_tokens + each.reference_tokens for each in self.reports]
         for report, own in zip(self.reports, tokens, strict=True):
             report.seconds = seconds * own / max(1, sum(tokens))

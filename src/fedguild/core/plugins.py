@@ -145,7 +145,7 @@ def _fault(plugin: Found, error: Exception) -> str:
     own, told = plugin.target.partition(":")[0].partition(".")[0], in_one_line(error)
     for frame, line in reversed(list(walk_tb(error.__traceback__))):
         module = str(frame.f_globals.get("__name__"))
-        if module.partition(".")[0] == own != "fedguild":
+        if own != "fedguild" and module.partition(".")[0] == own:
             return f"{told} ({module}, line {line})"
     return told
 

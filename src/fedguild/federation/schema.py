@@ -121,7 +121,8 @@ class HelloAnswer(_Part):
     Attributes:
         model: Digest of its backbone's form (`fedguild.federation.trainer_service.model_digest`).
         method: The package of the run's method, and its version.
-        texts: How its texts are written and what of them is learned, the same for sites that agree.
+        texts: How its texts are written and what of them is learned, the same for sites that agree; empty in a private
+            run.
         backbone_loads: How often its trainer has loaded the backbone.
         summary: All of this for the operator, in a phrase.
     """

@@ -253,7 +253,7 @@ class TrainerService:
             "torch": installed("torch"),
             "model": model_digest(backbone.info),
             "method": METHODS.origin(config.method.name),
-            "texts": self._texts(backbone, private=rules is not None),
+            "texts": self._texts(backbone) if rules is None else "",  # whether they are conversations is the data's
             "backbone_loads": self.loads,
             "summary": f"{sizes['train']} training examples, budget {budget}, {backbone_text}",
         }
@@ -552,17 +552,14 @@ class TrainerService:
     def _client_data(self) -> ClientData:
         return self._prepared_data().clients[self.site.data.share]
 
-    def _texts(self, backbone: Backbone, *, private: bool) -> str:
-        """Returns how this site's texts are written and what of them is learned; in a private run, of either kind."""
+    def _texts(self, backbone: Backbone) -> str:
+        """Returns how this site's texts are written and what of them is learned."""
         data = self.site.data
-        chat = hashlib.sha256(str(backbone.tokenizer.chat_template).encode()).hexdigest()[:8]
-        prompts = f"prompts by the template {data.template or 'of the corpus'}"
-        conversations = f"conversations by the chat template {chat}, train_on {data.train_on}"
-        if private:  # which kind they are depends on the data
-            told = f"{prompts}; {conversations}"
-        else:
-            told = conversations if any(example.messages for example in self._client_data().train) else prompts
-        return f"{told}, special_tokens {data.special_tokens}"
+        if not any(example.messages for example in self._client_data().train):
+            return f"prompts by the template {data.template or 'of the corpus'}, special_tokens {data.special_tokens}"
+        template = hashlib.sha256(str(backbone.tokenizer.chat_template).encode()).hexdigest()[:8]
+        learned = f"train_on {data.train_on}, special_tokens {data.special_tokens}"
+        return f"conversations by the chat template {template}, {learned}"
 
     def _load_once(self, config: Config) -> Backbone:
         if self._backbone is None:

@@ -15,9 +15,9 @@ class Cost:
     """Costs of a client over a whole run, or their mean over clients.
 
     Attributes:
-        training_flops: Floating-point operations of its local training; None if withheld for privacy.
+        training_flops: Floating-point operations of its local updates; None if withheld for privacy.
         peak_memory_bytes: Largest peak memory of any of its rounds; None if no device reported it.
-        seconds: Wall time of its local training; None if withheld for privacy.
+        seconds: Wall time of its local updates; None if withheld for privacy.
     """
 
     training_flops: float | None

@@ -33,7 +33,10 @@ Where = tuple[Scope, int, Literal["test", "validation"]]
 
 
 def client_records(outcome: Outcome, model: ModelInfo, rules: PrivacyRules | None = None) -> list[ClientRecord]:
-    """Returns a record for each client that trained in the round, without what it withholds."""
+    """Returns a record for each client that trained in the round, without what it withholds.
+
+    All of a client's tokens are priced in sequences of the mean length of those that it trained on.
+    """
     records = []
     for delivery in outcome.deliveries:
         client, plan, report = delivery.task.client, delivery.plan, delivery.report

@@ -314,7 +314,7 @@ class Method(ABC):
         return Payload({**state.tensors, **Payload.of(moved).tensors}, state.scalars)
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
-        """Consumes the round's valid uploads, which can be gone through once, and returns the next state.
+        """Consumes the round's valid uploads, which can be iterated once, and returns the next state.
 
         By default `update` from the means of `terms`; a method whose server takes other than means overrides this in
         their place. Uploads come in client order, followed by those of clients that were asked again, and by late

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 PART, DISCLOSED = "secure", "disclosed"
 """The parts of the messages: the protocol's arrays, and what goes in the clear."""
 REPORT = "report"
-REPORTED = ("tokens", "steps", "examples", "seconds", "reference_tokens", "forward_tokens")
-"""The numbers of a client's report whose sums over the clients are opened."""
 _UNSIGNED = {torch.int32: np.uint32, torch.int64: np.uint64}
 _SIGNED_NAMES = ("clients", "agreed", "complaints")
 """Arrays of signed numbers; all other integers of 32 and 64 bits are words modulo 2^32 and 2^64."""
@@ -255,7 +253,7 @@ def whole_form(form: Form, model: ModelInfo) -> Form:
     if model.moe:
         shape = (len(model.moe), model.moe[0].num_experts)
         means[f"{REPORT}/frequency"] = LinearMean(shape, f"{REPORT}/tokens")
-    weights = dict.fromkeys((f"{REPORT}/{name}" for name in REPORTED), 1)
+    weights = dict.fromkeys((f"{REPORT}/{name}" for name in ("tokens", "steps", "examples", "seconds")), 1)
     return replace(form, means={**form.means, **means}, weights={**form.weights, **weights})
 
 
@@ -270,7 +268,8 @@ def whole_terms(terms: Contribution, report: LocalReport, frequency: Tensor | No
     values: dict[str, NDArray[np.floating]] = {f"{REPORT}/loss": np.array(report.loss)}
     if frequency is not None:
         values[f"{REPORT}/frequency"] = frequency.detach().cpu().double().numpy()
-    weights = {f"{REPORT}/{name}": np.array([float(getattr(report, name))]) for name in REPORTED}
+    numbers = {"tokens": report.tokens, "steps": report.steps, "examples": report.examples, "seconds": report.seconds}
+    weights = {f"{REPORT}/{name}": np.array([float(number)]) for name, number in numbers.items()}
     return replace(terms, values={**terms.values, **values}, weights={**terms.weights, **weights})
 
 
@@ -361,8 +360,6 @@ def _report(means: Means, clients: int, model: ModelInfo) -> tuple[LocalReport, 
         round(mean("examples")),
         float(means.values[f"{REPORT}/loss"]),
         mean("seconds"),
-        reference_tokens=round(mean("reference_tokens")),
-        forward_tokens=round(mean("forward_tokens")),
     )
     if not model.moe:
         return report, None

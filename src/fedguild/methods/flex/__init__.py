@@ -30,6 +30,8 @@ Readings and deviations (docs/methods/flex.md):
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from pydantic import Field, field_validator
 from torch import Tensor
@@ -85,7 +87,7 @@ class Flex(Method):
     settings: FlexSettings
     facts = Facts(
         needs_experts=True,
-        costs=RUNNING_MEAN,
+        costs=replace(RUNNING_MEAN, note="The estimates leave out the passes of a client's choice of its grafts."),
         not_private=NotPrivate(example="chooses the experts that it grafts by their losses on the examples"),
         needs_float64="compares the experts' outputs",
     )

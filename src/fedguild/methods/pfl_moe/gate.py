@@ -174,7 +174,6 @@ def train_gates(
     )
     optimizer = SlotOptimizer(gates.trainables, training)
     plans = [_batches(cohort, slot, len(rows), training) if rows else [] for slot, rows in enumerate(examples)]
-    cohort.model.dropout.seed(None)
     kept = _kept(cohort, gates, examples, first, second) if settings.epochs > 1 else None
     for index, batches in enumerate(zip_longest(*plans, fillvalue=[])):
         optimizer.zero_grad()
@@ -196,7 +195,7 @@ def _outputs(
     first: Adapters,
     second: Adapters,
 ) -> Outputs:
-    """Returns what the models say of some of each client's examples, one batch of each."""
+    """Returns what the models say of some of each client's examples, no more than a batch of each."""
     (batch,) = cohort.batches(_taken(examples, batches), gates.passes)
     return gates.outputs(batch, first, second)
 

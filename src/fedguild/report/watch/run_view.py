@@ -43,7 +43,7 @@ class ClientRow:
         rounds: Number of rounds in which it trained.
         last_round: The last of them.
         loss: Mean loss of its last training; None if withheld.
-        seconds: Time of its last training; None if withheld.
+        seconds: Time of its last local update; None if withheld.
         training_flops: Total so far; None if withheld.
         peak_memory_bytes: The largest of its rounds; None if not measured.
         rejected: Number of its uploads that were not aggregated.
