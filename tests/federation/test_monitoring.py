@@ -8,11 +8,15 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from fedguild.core.errors import ConfigError, FedGuildError
 from fedguild.federation.monitoring import Monitor, ServerFigures, SiteFigures
@@ -38,7 +42,7 @@ def site(tmp_path: Path) -> Iterator[Monitor]:
     processes = [child(SLEEPS, tmp_path, name) for name in ("trainer", "node")]
     for each in processes:
         each.start()
-    monitor = Monitor(HERE, processes, tmp_path, SiteFigures(tmp_path))
+    monitor = Monitor(HERE, processes, tmp_path, SiteFigures(tmp_path), {})
     yield monitor
     monitor.end()
     for each in processes:
@@ -81,7 +85,7 @@ def test_a_site_counts_the_requests_that_it_was_sent(site: Monitor, tmp_path: Pa
 
 def test_a_server_shows_its_clients_and_the_run(tmp_path: Path) -> None:
     state = federation(tmp_path) / "state"
-    monitor = Monitor(HERE, [], state, ServerFigures(state))
+    monitor = Monitor(HERE, [], state, ServerFigures(state), {})
     try:
         found = samples(monitor)
     finally:
@@ -96,20 +100,35 @@ def test_a_server_shows_its_clients_and_the_run(tmp_path: Path) -> None:
     assert found["fedguild_run_in_progress",] == 1
 
 
+def test_the_ends_of_certificates_are_told(tmp_path: Path) -> None:
+    key, name = Ed25519PrivateKey.generate(), x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "authority")])
+    end = datetime(2031, 5, 6, tzinfo=UTC)
+    builder = x509.CertificateBuilder(name, name, key.public_key(), 1, datetime(2026, 5, 6, tzinfo=UTC), end)
+    (tmp_path / "ca.pem").write_bytes(builder.sign(key, None).public_bytes(Encoding.PEM))
+    given = {"authority": tmp_path / "ca.pem", "server": tmp_path / "absent.pem"}
+    monitor = Monitor(HERE, [], tmp_path, SiteFigures(tmp_path), given)
+    try:
+        found = samples(monitor)
+    finally:
+        monitor.end()
+    ends = {key[1]: value for key, value in found.items() if key[0] == "fedguild_certificate_end_timestamp_seconds"}
+    assert ends == {"authority": end.timestamp(), "server": 0}
+
+
 def test_it_listens_on_this_machine_and_only_where_a_port_is_set(tmp_path: Path) -> None:
     said: list[str] = []
-    with monitored(MonitorSettings(), [], tmp_path, said.append, SiteFigures):
+    with monitored(MonitorSettings(), [], tmp_path, said.append, SiteFigures, {}):
         assert said == []
-    with monitored(HERE, [], tmp_path, said.append, SiteFigures):
+    with monitored(HERE, [], tmp_path, said.append, SiteFigures, {}):
         assert said[0].startswith("http://127.0.0.1:")
         taken = MonitorSettings(port=int(said[0].split(":")[2].split("/")[0]))
         with pytest.raises(FedGuildError, match="The monitor cannot listen at ") as refused:
-            Monitor(taken, [], tmp_path, SiteFigures(tmp_path))
+            Monitor(taken, [], tmp_path, SiteFigures(tmp_path), {})
     assert refused.value.hint == "Set another monitor.port."
 
 
 def test_without_prometheus_client_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigError, match="prometheus-client is not installed") as refused:
-        Monitor(HERE, [], tmp_path, SiteFigures(tmp_path))
+        Monitor(HERE, [], tmp_path, SiteFigures(tmp_path), {})
     assert refused.value.hint == "pip install 'fedguild[metrics]'"

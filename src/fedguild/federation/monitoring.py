@@ -10,7 +10,7 @@ import json
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -40,6 +40,7 @@ class Monitor(ThreadingHTTPServer):
         children: The processes to watch.
         folder: The folder whose disk is watched.
         figures: Yields the figures of the server or the site.
+        certificates: Name -> a certificate whose end is told, a PEM file.
 
     Raises:
         ConfigError: prometheus-client is not installed.
@@ -54,6 +55,7 @@ class Monitor(ThreadingHTTPServer):
         children: Sequence[Child],
         folder: Path,
         figures: Callable[[], Iterator[Metric]],
+        certificates: Mapping[str, Path],
     ) -> None:
         try:
             from prometheus_client import CollectorRegistry
@@ -69,7 +71,7 @@ class Monitor(ThreadingHTTPServer):
             raise FedGuildError(
                 f"The monitor cannot listen at {where}: {error.strerror or error}.", "Set another monitor.port."
             ) from error
-        self.children, self._folder, self._figures = children, folder, figures
+        self.children, self._folder, self._figures, self._certificates = children, folder, figures, certificates
         self._one_at_a_time = threading.Lock()
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -93,6 +95,8 @@ class Monitor(ThreadingHTTPServer):
             yield counter("process_restarts", "Restarts of a process.", ("process",), starts)
             free = shutil.disk_usage(self._folder).free
             yield gauge("disk_free_bytes", "Free bytes of the disk with the logs and models.", (), {(): free})
+            ends = {name: _end_of(path) for name, path in self._certificates.items()}
+            yield gauge("certificate_end_timestamp_seconds", "When a certificate expires.", ("certificate",), ends)
             yield from self._figures()
 
     def end(self) -> None:
@@ -128,6 +132,16 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         self.wfile.write(body)
+
+
+def _end_of(certificate: Path) -> float:
+    """Returns when a certificate expires, in seconds since 1970; 0 for a file that holds none."""
+    from cryptography import x509
+
+    try:
+        return x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc.timestamp()
+    except (OSError, ValueError):
+        return 0.0
 
 
 class ServerFigures:

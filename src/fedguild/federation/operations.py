@@ -83,7 +83,8 @@ def run_server(folder: Path, echo: Echo) -> None:
             echo(line)
         echo(f"The server's log is {server.log}.")
         echo("Ready. Ctrl-C stops it; runs can be resumed from their last complete round.")
-        with monitored(settings.monitor, started, state, echo, ServerFigures):
+        certificates = {"authority": folder / settings.ca_certificate, "server": folder / settings.certificate}
+        with monitored(settings.monitor, started, state, echo, ServerFigures, certificates):
             watch(started, echo, restart=False)
     finally:
         for each in reversed(started):
@@ -97,6 +98,7 @@ def monitored(
     folder: Path,
     echo: Echo,
     figures: Callable[[Path], Callable[[], Iterator[Any]]],
+    certificates: Mapping[str, Path],
 ) -> Iterator[None]:
     """Answers `/healthz` and `/metrics` during the block, if a port is set.
 
@@ -106,7 +108,7 @@ def monitored(
     if settings.port is None:
         yield
         return
-    monitor = Monitor(settings, children, folder, figures(folder))
+    monitor = Monitor(settings, children, folder, figures(folder), certificates)
     try:
         echo(f"{monitor.url}/healthz and {monitor.url}/metrics are open, without a key.")
         yield
@@ -238,7 +240,8 @@ def run_client(folder: Path, echo: Echo) -> None:
             child.start()
             started.append(child)
         echo(f"Client {site.client} of {site.server} is up; its logs are in {work}. Ctrl-C stops it.")
-        with monitored(site.monitor, started, work, echo, SiteFigures):
+        certificates = {"authority": folder / site.ca_certificate}
+        with monitored(site.monitor, started, work, echo, SiteFigures, certificates):
             watch(started, echo, restart=True, explain=exit_reason)
     finally:
         for child in reversed(started):

@@ -66,6 +66,7 @@ def federation(folder: Path) -> Path:
     entries = [{"time": now, "event": "registered", "client": f"client-{n:03d}"} for n in range(4)]
     entries += [{"time": now, "event": "joined", "client": n, "claimed": 9, "examples": 9} for n in range(3)]
     entries += [{"time": now, "event": "revoked", "client": "client-003"}]
+    entries += [{"time": now, "event": "refused", "name": "client-003", "reason": "its key is not registered"}]
     (state / "audit.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
     log = ActivityLog(state / "run")
     log.append("online", clients=["client-000", "client-002"])

@@ -81,7 +81,7 @@ class FederationView(RunView):
         client = named if isinstance(named, int) else client_index(str(named))
         if client is not None and event in ("registered", "joined", "revoked"):
             self._keys[client] = (event, "")
-        elif client is not None and event == "refused":
+        elif client is not None and event == "refused" and self._keys.get(client, ("",))[0] != "revoked":
             self._keys[client] = ("refused", str(entry["reason"]))
         if client is not None and event in ("joined", "delivered"):
             self._seen[client] = at
