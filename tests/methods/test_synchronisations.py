@@ -113,7 +113,7 @@ def test_leaving_experts_alone_takes_as_many_operations_for_any_number_of_them(l
 def test_what_is_trained_is_cast_once_a_step(label, parts, monkeypatch):
     """Not once a pass: three passes of a step cast as often as one."""
     casts, shapes = [], {}
-    monkeypatch.setattr(Cohort, "finish", lambda self, _: shapes.update(self.trainables))
+    monkeypatch.setattr(Cohort, "finish", lambda self: shapes.update(self.trainables))
     for accumulation in (1, 3):
         settings = SETTINGS.model_copy(update={"gradient_accumulation_steps": accumulation, "batch_size": 1})
         found = Counter(steps_of(label, monkeypatch, settings, num_hidden_layers=1)[-1].casts)
