@@ -158,7 +158,10 @@ def _could_show(differences: Iterable[Spread | None]) -> str:
 
 def _reservation(differences: Iterable[Spread | None]) -> str:
     """Returns what a verdict is to be read with: too few seeds, or differences that do not vary."""
-    known = [gap for gap in differences if gap is not None]
+    every = list(differences)
+    known = [gap for gap in every if gap is not None]
+    if len(known) < len(every):
+        return ""  # not recorded
     if any(gap.count < FEWEST_SEEDS for gap in known):
         return f", with fewer than {FEWEST_SEEDS} seeds"
     return ", without any spread over the seeds" if any(_is_constant(gap) for gap in known) else ""

@@ -176,10 +176,11 @@ def _resolution(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> str:
     if len(cells) == 1:
         return "With one row there is no difference to show."
     if found is None:
-        return "One seed, or none in common, cannot show any difference."
+        return "With one seed, or none in common, no difference can be shown."
     if found < ROUNDING:
         return "The differences are the same in every seed, which leaves open what these seeds could show."
-    return f"The smallest difference in the {TITLES[table.score]} score that these seeds could show is {found:.3f}."
+    score = TITLES[table.score]
+    return f"The smallest difference in the {score} score that these seeds could show of a typical row is {found:.3f}."
 
 
 def _commands(name: str, records: Sequence[CellRecord]) -> str:
