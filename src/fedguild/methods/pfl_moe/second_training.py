@@ -33,7 +33,7 @@ def second_training(cohort: Cohort, settings: TrainingSettings, purpose: str) ->
 
 
 def add_cost(cohort: Cohort, second: Cohort) -> None:
-    """Adds the tokens and examples of a second training to a cohort's reports; steps and loss stay.
+    """Adds a second training's examples and tokens, those only read too, to a cohort's reports; steps and loss stay.
 
     Args:
         cohort: The clients.

@@ -141,8 +141,8 @@ class UbSmoeSettings(LoraSettings):
     )
     measure_cosine: bool = Field(
         False,
-        description="whether clients hold examples out to compare G~ with the true gradient (Table 8), whose backward "
-        "passes no FLOPs count",
+        description="whether clients hold examples out to compare G~ with the true gradient (Table 8); a run's FLOPs "
+        "leave the backward passes for this out",
     )
     cosine_examples: int = Field(8, ge=1, description="most examples that a client holds out for measure_cosine")
 
