@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -42,6 +43,15 @@ def test_own_data_is_the_default(tmp_path: Path) -> None:
     assert (fault.fatal, "data.jsonl does not exist" in fault.message) == (True, True)
     (tmp_path / "g/client-001/data.jsonl").write_text("{}")
     assert data_faults(tmp_path / "g/client-001", site) == []
+
+
+@pytest.mark.parametrize("port", [443, 1024, 9443, 65533, 65534, 65535])
+def test_the_ports_beside_the_address_are_three_that_there_are(port: int, tmp_path: Path) -> None:
+    write_project(tmp_path / "g", 1, "fedit/tiny-tasks", address=f"127.0.0.1:{port}")
+    server = load_server(tmp_path / "g/server")
+    (behind,) = re.findall(r"https://127\.0\.0\.1:(\d+)", (tmp_path / "g/server/nginx.conf").read_text())
+    assert len({port, server.control_port, int(behind)}) == 3
+    assert all(1 <= each <= 65535 for each in (server.control_port, int(behind)))
 
 
 @pytest.mark.parametrize(

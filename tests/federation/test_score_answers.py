@@ -29,7 +29,7 @@ RECORD = {"round": 1, "scope": "client", "name": "client-000", "split": "test", 
 def test_scores_hold_only_what_the_run_measures(held: dict[str, Any], problem: str) -> None:
     answer = ScoreAnswer.model_validate({"records": [{**RECORD, **held}]})
     if not problem:
-        answer.require_of_run("client-000", ["accuracy", "rouge_l"], 2)
+        answer.require_of_run(["accuracy", "rouge_l"], 2)
         return
     with pytest.raises(UploadError, match=problem):
-        answer.require_of_run("client-000", ["accuracy", "rouge_l"], 2)
+        answer.require_of_run(["accuracy", "rouge_l"], 2)

@@ -86,7 +86,7 @@ def test_the_personal_adapter_follows_every_h_rounds(llama_backbone: Backbone, t
         for part in federation.train(state, round, who=(0,) if round == 1 else (0, 1)):
             sent[round, part.client.index] = part.payload.part("adapter")
             expected = server.schema(federation.model, part.client, Payload())
-            check_upload(part.payload, expected, client="c")
+            check_upload(part.payload, expected)
         for index, source in enumerate(sources):
             memory = federation.memory.load(federation.clients[index].name, round + 1)
             if source is None:
@@ -231,5 +231,5 @@ def test_a_client_that_diverges_is_rejected_and_keeps_what_it_had(llama_backbone
     before = federation.memory.load(federation.clients[0].name, 2)
     (sent, _) = federation.train(state, 2, learning_rate=float("nan"))
     with pytest.raises(UploadError, match="NaN or infin"):
-        check_upload(sent.payload, server.schema(federation.model, sent.client, Payload()), client="c")
+        check_upload(sent.payload, server.schema(federation.model, sent.client, Payload()))
     assert same(dict(federation.memory.load(federation.clients[0].name, 3).tensors), dict(before.tensors))

@@ -78,7 +78,7 @@ def test_what_trains(
     names = trainable_shapes(federation.model, method.plan(federation.model, LARGE)).keys()
     assert all(any(name.endswith(kind) for name in names) for kind in kinds)
     for sent in federation.train(state):
-        check_upload(sent.payload, method.schema(federation.model, sent.client, Payload()), client="c")
+        check_upload(sent.payload, method.schema(federation.model, sent.client, Payload()))
         trained = sent.payload.part("adapter")
         assert trained.keys() == names
         changes = [name for name in names if not torch.equal(trained[name], state.part("adapter")[name])]

@@ -62,7 +62,7 @@ def test_rounds(personal: bool, olmoe_backbone: Backbone, tmp_path: Path) -> Non
     method, start, fingerprint = federation.method, federation.start(), olmoe_backbone.fingerprint()
     sent = federation.train(start, who=(0, 1))
     for part in sent:
-        check_upload(part.payload, method.schema(federation.model, part.client, Payload()), client="c")
+        check_upload(part.payload, method.schema(federation.model, part.client, Payload()))
         assert all(
             not torch.equal(part.payload.tensors[f"adapter/{name}"], old) for name, old in start.part("adapter").items()
         )

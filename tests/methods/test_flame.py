@@ -202,7 +202,7 @@ def test_the_four_rescalers(rescaler: str, olmoe_backbone: Backbone, tmp_path: P
         learned = scales(sent.payload.part("rescaler"))
         assert list(learned) == SCALE_NAMES[rescaler]
         assert all(value != 1.0 for value in learned.values())
-        check_upload(sent.payload, method.schema(olmoe_backbone.info, sent.client, Payload()), client="c")
+        check_upload(sent.payload, method.schema(olmoe_backbone.info, sent.client, Payload()))
 
 
 def test_the_static_ratio_is_k_over_k_i(olmoe_backbone: Backbone) -> None:

@@ -150,7 +150,7 @@ def test_a_pruned_upload_is_the_head_of_what_was_trained(olmoe_backbone: Backbon
         state = state_of(adapter_of(federation.model, 3, 5), clients)
         (found,) = federation.train(state, learning_rate=1e-3)
         download = method.download(state, federation.model, clients[0])
-        check_upload(found.payload, method.schema(federation.model, clients[0], download), client="c")
+        check_upload(found.payload, method.schema(federation.model, clients[0], download))
         sent[pruning] = found.payload.part("adapter")
         assert not found.payload.part("tail")
     for name, value in sent[False].items():
@@ -287,7 +287,7 @@ def test_a_tail_that_is_not_whole_counts_as_pruned(olmoe_backbone: Backbone) -> 
     sent = upload(who, adapter=head, tail=tail)
     method = hetlora(gamma=0.7)
     expected = method.schema(model, who, method.download(before, model, who))
-    check_upload(sent.payload, expected, client="c")
+    check_upload(sent.payload, expected)
     after = method.aggregate(before, iter([sent])).tensors
     assert after[rank_name(who)] == 2
     torch.testing.assert_close(after[f"adapter/{QUERY}.lora_A"][:2], head[f"{QUERY}.lora_A"])

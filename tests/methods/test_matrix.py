@@ -420,7 +420,7 @@ def test_uploads_are_what_the_server_expects(label: str, tmp_path: Path) -> None
                 assert_same_tensors(travelled.tensors, payload.tensors)
                 assert travelled.scalars == payload.scalars
             expected = method.schema(model, sent.client, download)
-            check_upload(sent.payload, expected, client=sent.client.name)
+            check_upload(sent.payload, expected)
             tensors, name = sent.payload.tensors, next(iter(expected.needed.tensors))
             for wrong in (
                 {key: value for key, value in tensors.items() if key != name},
@@ -428,7 +428,7 @@ def test_uploads_are_what_the_server_expects(label: str, tmp_path: Path) -> None
                 {**tensors, name: torch.zeros(1, 1, *tensors[name].shape)},
             ):
                 with pytest.raises(UploadError, match=sent.client.name):
-                    check_upload(Payload(wrong), expected, client=sent.client.name)
+                    check_upload(Payload(wrong), expected)
         state = method.aggregate(state, iter(uploads))
 
 
@@ -484,7 +484,7 @@ def test_an_upload_of_the_round_before_arrives_in_the_next(label: str, tmp_path:
         after = method.aggregate(state, iter(arrived))
         for sent in train(federation, after, 3):
             expected = method.schema(model, sent.client, method.download(after, model, sent.client))
-            check_upload(sent.payload, expected, client=sent.client.name)
+            check_upload(sent.payload, expected)
             assert not sent.payload.scalars.get("lost"), f"{sent.client.name} was taken for one that has what it needs"
         deployed(federation, after, 3)
 
@@ -498,7 +498,7 @@ def test_a_client_that_lost_its_memory_takes_part_again(label: str, tmp_path: Pa
     uploads = train(federation, state, 2)
     for sent in uploads:
         expected = method.schema(model, sent.client, method.download(state, model, sent.client))
-        check_upload(sent.payload, expected, client=sent.client.name)
+        check_upload(sent.payload, expected)
     deployed(federation, method.aggregate(state, iter(uploads)))
 
 

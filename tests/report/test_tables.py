@@ -90,6 +90,20 @@ def test_the_table_prints_the_same_numbers_everywhere(run: Run) -> None:
     assert json.loads(json.dumps(table.to_json()))["rows"][3]["score"] == table.rows[3].score
 
 
+def test_a_metric_that_equals_the_score_has_its_column_unless_it_is_the_score(run: Run) -> None:
+    def scored(metric: str, *names: str) -> list[str]:
+        evaluations = [
+            one.model_copy(update={"metric": metric, "metrics": dict.fromkeys(names, one.score)})
+            for one in run.evaluations
+        ]
+        header = run_table(dataclasses.replace(run, evaluations=evaluations)).grid().header
+        return [cell.text for cell in header[3:-4]]
+
+    assert scored("accuracy", "accuracy", "macro_f1") == ["Accuracy", "Macro F1"]
+    assert scored("macro_f1", "accuracy", "macro_f1") == ["Macro F1", "Accuracy"]
+    assert scored("", "accuracy") == ["Score"]
+
+
 def test_tasks_with_unlike_metrics_say_which_is_theirs(run: Run) -> None:
     unlike = {label: "accuracy" if place else "rouge_l" for place, label in enumerate(LABELS)}
     scored = [record.model_copy(update={"task_metrics": unlike}) for record in run.evaluations]

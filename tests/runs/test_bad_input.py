@@ -379,7 +379,7 @@ def with_nan(upload: Payload) -> Payload:
 
 
 def test_a_bad_upload_is_left_out_told_and_recorded(command, olmoe_folder, monkeypatch):
-    reason = f"client-002: '{ROUTER}' has NaN or infinity in 2 of its 48 values."
+    reason = f"'{ROUTER}' has NaN or infinity in 2 of its 48 values."
     spoil(monkeypatch, 1, 2)
     result = command("run", TASKS, *small_settings(olmoe_folder, TWO), "--output", "out")
     assert result.exit_code == 0, result.output

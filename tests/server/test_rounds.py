@@ -149,9 +149,9 @@ def test_traffic_is_the_length_of_what_would_be_sent(method, state, model):
 @pytest.mark.parametrize(
     ("break_it", "reason"),
     [
-        (with_nan, r"^client-001: 'adapter/.*' has NaN or infinity in 1 of its 32 values\.$"),
-        (transposed, r"^client-001: 'adapter/.*' has the shape \[16, 2\], but \[2, 16\] is expected\.$"),
-        (lambda payload: Payload({}), r"^client-001: the upload lacks .* and \d+ more; expected \d+ tensors\.$"),
+        (with_nan, r"^'adapter/.*' has NaN or infinity in 1 of its 32 values\.$"),
+        (transposed, r"^'adapter/.*' has the shape \[16, 2\], but \[2, 16\] is expected\.$"),
+        (lambda payload: Payload({}), r"^the upload lacks .* and \d+ more; expected \d+ tensors\.$"),
         (nothing, f"^{FAILED}$"),
     ],
 )
@@ -234,6 +234,8 @@ def test_below_the_quorum_the_round_fails_and_the_state_is_as_it_was(method, sta
     assert play(method, state, model, Scripted(two)).rejected.keys() == {0, 3}
     with pytest.raises(QuorumError, match="1 of 4 clients delivered a valid upload, but the quorum is 2") as caught:
         play(method, state, model, Scripted({**two, 2: transposed}))
-    assert all(reason in str(caught.value) for reason in ("client-000: ", "NaN", "[16, 2]", f"client-003: {FAILED}"))
+    assert all(reason in str(caught.value) for reason in ("client-000: 'adapter/", "NaN", f"client-003: {FAILED}"))
+    assert "client-002: 'adapter/" in str(caught.value)
+    assert "[16, 2]" in str(caught.value)
     assert "client-001" not in str(caught.value)
     assert all(torch.equal(tensor, before[name]) for name, tensor in state.tensors.items())

@@ -95,6 +95,10 @@ class Corpus:
     layout: str = ""
 
 
+ELSEWHERE = Corpus("remote", (), ())
+"""The corpus of a server whose clients read their own data."""
+
+
 def shared_turns(one: Sequence[Message], other: Sequence[Message]) -> int:
     """Returns the number of turns with which two conversations begin alike, less than either has."""
     most = max(0, min(len(one), len(other)) - 1)

@@ -121,7 +121,6 @@ class SecureClients:
             check_upload(
                 upload,
                 method.schema(model, client, task.download, task.round),
-                client=client.name,
                 norm_limit=self.norm_limit,
                 largest_value=LARGEST_VALUE,
             )

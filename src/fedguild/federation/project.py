@@ -89,7 +89,7 @@ def write_project(
     aggregator = aggregator_of(config, method_of(config), real=True) or "none"
     write_text(server / "run.yaml", at_server.resolved_yaml(aggregator=aggregator))
     server_evaluation = str(shared_data).lower()
-    control_port = port + 1 if 1024 <= port < 65535 else CONTROL_PORT
+    control_port = port + 1 if 1024 <= port < 65534 else CONTROL_PORT
     write_text(
         server / SERVER_FILE,
         templates.SERVER.format(port=port, control_port=control_port, server_evaluation=server_evaluation),

@@ -123,7 +123,6 @@ class HelloAnswer(_Part):
         method: The package of the run's method, and its version.
         texts: How its texts are written and what of them is learned, the same for sites that agree; empty in a private
             run.
-        backbone_loads: How often its trainer has loaded the backbone.
         summary: All of this for the operator, in a phrase.
     """
 
@@ -133,8 +132,6 @@ class HelloAnswer(_Part):
     model: Name
     method: Text = ""
     texts: Text = ""
-    torch: Text | None = None
-    backbone_loads: Count = 0
     summary: Text = "no details"
 
 
@@ -147,7 +144,6 @@ class TrainAnswer(_Part):
         loss: Mean loss, nats per response token.
         frequency: [L, M] share of its tokens that activated each expert; None for a dense model.
         peak_memory_bytes: Peak memory of its cohort; None where it was not measured.
-        backbone_loads: How often its trainer has loaded the backbone.
         withheld: Whether the figures are withheld for privacy, and so 0 or None.
         reference_tokens: Tokens that the backbone without the adapter has read, for preference pairs.
         forward_tokens: Tokens read without gradients beside the training.
@@ -160,7 +156,6 @@ class TrainAnswer(_Part):
     seconds: float = Field(ge=0, le=LARGEST_SECONDS, allow_inf_nan=False)
     frequency: list[list[Share]] | None
     peak_memory_bytes: Annotated[int, Field(ge=0, le=LARGEST_BYTES)] | None
-    backbone_loads: Count = 0
     withheld: bool = False
     reference_tokens: int = Field(default=0, ge=0, le=LARGEST_TOKENS)
     forward_tokens: int = Field(default=0, ge=0, le=LARGEST_TOKENS)
@@ -211,10 +206,10 @@ class ScoreAnswer(_Part):
         wanted = {"name": client, "round": round, "scope": scope, "split": split}
         for field, value in wanted.items():
             if (found := getattr(record, field)) != value:
-                raise UploadError(f"{client}: its scores are of {field} {found!r}, but {value!r} was asked for.")
+                raise UploadError(f"its scores are of {field} {found!r}, but {value!r} was asked for.")
         return record
 
-    def require_of_run(self, client: str, metrics: Collection[str], most_examples: int | None) -> None:
+    def require_of_run(self, metrics: Collection[str], most_examples: int | None) -> None:
         """Checks that a record holds nothing that the run does not measure; it is kept as long as the run.
 
         Args:
@@ -229,11 +224,11 @@ class ScoreAnswer(_Part):
         unknown = sorted({*record.metrics, *named} - set(metrics))
         if unknown:
             known = ", ".join(sorted(metrics))
-            raise UploadError(f"{client}: its scores have the metric '{unknown[0]}', but the run's are {known}.")
+            raise UploadError(f"its scores have the metric '{unknown[0]}', but the run's are {known}.")
         tasks = len({*record.by_task, *record.task_metrics})
         if most_examples is not None and tasks > most_examples:
             raise UploadError(
-                f"{client}: its scores have {tasks} tasks, but are means over at most {most_examples} "
+                f"its scores have {tasks} tasks, but are means over at most {most_examples} "
                 "examples (evaluation.max_examples)."
             )
 

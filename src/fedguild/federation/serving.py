@@ -21,7 +21,8 @@ from fedguild.core.locking import run_lock
 from fedguild.core.packing import pack
 from fedguild.core.payload import Payload
 from fedguild.core.progress import Progress, Silent
-from fedguild.data import Corpus, PartitionTable
+from fedguild.data import PartitionTable
+from fedguild.data.example import ELSEWHERE
 from fedguild.export.weights import beyond_weights
 from fedguild.federation.audit import AuditLog
 from fedguild.federation.contacts import NotedTransport
@@ -166,7 +167,7 @@ class RemoteClients:
                 if not failure and self.sums is None:
                     answer = read_metadata(ScoreAnswer, reply.metadata, "its scores cannot be read")
                     score = answer.of(client_name(client), number, scope, split)
-                    answer.require_of_run(client_name(client), self.metrics, self.most_examples)
+                    answer.require_of_run(self.metrics, self.most_examples)
                     records.append(EvaluationRecord.model_validate(score.model_dump()))
             except (UploadError, ValidationError) as error:
                 failure = error.message if isinstance(error, UploadError) else "its scores cannot be read"
@@ -467,7 +468,7 @@ def _remote_data(data: PreparedData | None, described: Mapping[int, Mapping[str,
     if data is not None:
         return RemoteData(data.corpus, data.clients, data.partition_table, counts)
     table = PartitionTable(labels=("examples",), counts=tuple((count,) for count in counts["train"]))
-    return RemoteData(Corpus("remote", (), ()), [], table, counts)
+    return RemoteData(ELSEWHERE, [], table, counts)
 
 
 def _require_same(config: Config, output: Path) -> None:

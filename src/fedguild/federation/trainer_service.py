@@ -31,7 +31,6 @@ from fedguild.core.errors import ConfigError, FedGuildError, UploadError, neares
 from fedguild.core.files import make_folder, write_bytes
 from fedguild.core.layout import MEMORY
 from fedguild.core.payload import Payload, digest_of
-from fedguild.core.plugins import installed
 from fedguild.core.progress import Silent
 from fedguild.core.score_names import names_of
 from fedguild.data import ClientData
@@ -250,11 +249,9 @@ class TrainerService:
             "budget": budget,
             "sizes": sizes,
             "fedguild": fedguild.__version__,
-            "torch": installed("torch"),
             "model": model_digest(backbone.info),
             "method": METHODS.origin(config.method.name),
             "texts": self._texts(backbone) if rules is None else "",  # whether they are conversations is the data's
-            "backbone_loads": self.loads,
             "summary": f"{sizes['train']} training examples, budget {budget}, {backbone_text}",
         }
         return reply.reply(metadata=description)
@@ -286,14 +283,13 @@ class TrainerService:
             _require_none(self.policy.names_refusal(delivery.upload.tensors) or self.policy.size_refusal(upload_bytes))
             told = json.dumps(message.metadata["config"], sort_keys=True).encode()
             session.clients.keep(method, model, task, delivery.upload, delivery.report, delivery.frequency, told)
-            return message.reply(metadata={"backbone_loads": self.loads})
+            return message.reply()
         upload = shrink(delivery.upload, config.federation.wire_dtype)
         _require_none(
             self.policy.names_refusal(delivery.upload.tensors) or self.policy.size_refusal(size_bytes(upload))
         )
         report = ClientReport(delivery.report, delivery.frequency, delivery.peak_memory_bytes)
-        metadata = {**report.to_json(), "backbone_loads": self.loads}
-        reply = message.reply(metadata=metadata, body=encode(upload))
+        reply = message.reply(metadata=report.to_json(), body=encode(upload))
         if session.rules is not None:
             write_bytes(experiment.folder / ANSWER, _digest(message) + reply.to_bytes())
         return reply

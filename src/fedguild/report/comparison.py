@@ -281,7 +281,7 @@ def compare(runs: Mapping[str, Sequence[Run]], reference: str | None = None) -> 
         scored = [getattr(table, name) is not None for table in every]
         if any(scored) and not all(scored):
             warnings.append(f"{whose} were not scored in all runs: set evaluation.{setting}=true.")
-    beside = metrics_beside_the_score(row for table in every for row in table.rows)
+    beside = metrics_beside_the_score(every)
     return ComparisonTable(
         budgets=tuple(facts[0] for facts in by_budget.values()),
         rows=tuple(_method_row(label, runs[label], tables[label], beside) for label in runs),

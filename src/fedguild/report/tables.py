@@ -120,7 +120,7 @@ class RunTable:
         clients = self.client_grid()
         if not self.rows and clients:
             return clients
-        metric_names = metrics_beside_the_score(self.rows)
+        metric_names = metrics_beside_the_score([self])
         header = ["Budget", "Active experts", "Before", self.heading, *map(metric_title, metric_names)]
         header += ["FLOPs per token", "Training FLOPs", "Upload", "Download"]
         body = [tuple(map(Cell, self._entries(row, metric_names))) for row in self.rows]
@@ -350,11 +350,15 @@ def _count(number: float | None) -> str:
     return units.MISSING if number is None else units.count(int(number))
 
 
-def metrics_beside_the_score(rows: Iterable[BudgetRow]) -> list[str]:
-    """Returns the metrics that some row has and that are not the score itself in every row."""
-    every = list(rows)
-    names = sorted({name for row in every for name in row.metrics})
-    return [name for name in names if any(row.metrics.get(name) != row.score for row in every)]
+def metrics_beside_the_score(tables: Iterable[RunTable]) -> list[str]:
+    """Returns the metrics that some table has beside its score; one that is the score itself is not among them."""
+    found = [(name, table) for table in tables for row in table.rows for name in row.metrics]
+    return sorted({name for name, table in found if not _is_score(name, table)})
+
+
+def _is_score(name: str, table: RunTable) -> bool:
+    is_named = table.metric in (metric_name([name]), metric_name([]))
+    return is_named and all(row.metrics.get(name) == row.score for row in table.rows)
 
 
 def _metric(name: str, value: float | None) -> str:

@@ -208,18 +208,16 @@ class Intake:
         """Returns the fault of a task's upload; empty if it has none."""
         if upload is None:
             return NOTHING
-        client = task.client.name
         largest = self.setup.largest_value
         if largest is None:
             tensors = {name: tensor.nan_to_num(0, 0, 0) for name, tensor in upload.tensors.items()}
             upload = Payload(tensors, upload.scalars)
         try:
             if self.rules.upload_limit_bytes is not None:
-                check_size(self._size_bytes(upload), self.rules.upload_limit_bytes, client=client)
+                check_size(self._size_bytes(upload), self.rules.upload_limit_bytes)
             check_upload(
                 upload,
                 self.method.schema(self.model, task.client, task.download, task.round),
-                client=client,
                 norm_limit=self.rules.max_update_norm,
                 largest_value=largest if largest is not None and isfinite(largest) else None,
             )

@@ -315,7 +315,7 @@ def _unfit(
             faults[client] = f"{info.name} sent in the clear what {method.name} does not ask for"
             continue
         try:
-            check_upload(sent, schema, client=info.name, largest_value=LARGEST_SENT)
+            check_upload(sent, schema, largest_value=LARGEST_SENT)
         except UploadError as error:
             faults[client] = error.message
     return faults

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from fedguild.core.errors import NotFiniteError, UploadError
-from fedguild.core.layout import client_name
 from fedguild.core.payload import Payload, Scalar
 from fedguild.core.text import printable
 from fedguild.server.schema import Bound, Schema
@@ -59,51 +58,46 @@ def check_envelope(
 
     Raises:
         UploadError: it is of another run, from a client that was never asked, of a round in which
-            that client was not asked, or too large. The message names the client.
+            that client was not asked, or too large.
     """
-    who = client_name(envelope.client)
     if envelope.run != run:
-        raise UploadError(f"{who}: the upload is of the run '{envelope.run}', but this is the run '{run}'.")
+        raise UploadError(f"the upload is of the run '{envelope.run}', but this is the run '{run}'.")
     rounds = sorted(round for round, client in asked if client == envelope.client)
     if not rounds:
-        raise UploadError(f"{who}: an upload arrived, but this client was not asked for one.")
+        raise UploadError("an upload arrived, but this client was not asked for one.")
     if envelope.round not in rounds:
         listed = ", ".join(map(str, rounds))
-        raise UploadError(f"{who}: the upload is of round {envelope.round}, but round {listed} was asked for.")
-    check_size(envelope.size_bytes, limit_bytes, client=who)
+        raise UploadError(f"the upload is of round {envelope.round}, but round {listed} was asked for.")
+    check_size(envelope.size_bytes, limit_bytes)
 
 
-def check_size(size_bytes: int, limit_bytes: int | None, *, client: str) -> None:
+def check_size(size_bytes: int, limit_bytes: int | None) -> None:
     """Raises unless an encoded upload is within the limit; None for no limit.
 
     Raises:
-        UploadError: it is too large; the message names the client and both sizes.
+        UploadError: it is too large; the message has both sizes.
     """
     if limit_bytes is not None and size_bytes > limit_bytes:
         raise UploadError(
-            f"{client}: the upload has {size_bytes} bytes, beyond the limit of {limit_bytes} "
-            "(federation.upload_limit_bytes)."
+            f"the upload has {size_bytes} bytes, beyond the limit of {limit_bytes} (federation.upload_limit_bytes)."
         )
 
 
-def check_plausible_size(size_bytes: int, schema: Schema, *, client: str) -> None:
+def check_plausible_size(size_bytes: int, schema: Schema) -> None:
     """Raises if no upload of this schema can have so many bytes, whatever its dtypes and scalars; nothing is decoded.
 
     Raises:
-        UploadError: it is too large; the message names the client and both sizes.
+        UploadError: it is too large; the message has both sizes.
     """
     largest = SPARE_BYTES + sum(_LONGEST_NAME_BYTES + 8 * math.prod(shape) for shape in schema.shapes.values())
     if size_bytes > largest:
-        raise UploadError(
-            f"{client}: the upload has {size_bytes} bytes, but one of its form has at most {largest}, in fp64."
-        )
+        raise UploadError(f"the upload has {size_bytes} bytes, but one of its form has at most {largest}, in fp64.")
 
 
 def check_upload(
     payload: Payload,
     schema: Schema,
     *,
-    client: str,
     norm_limit: float | None = None,
     largest_value: float | None = None,
 ) -> None:
@@ -112,28 +106,27 @@ def check_upload(
     Args:
         payload: The upload.
         schema: What it must have.
-        client: The client's name, for the message.
         norm_limit: Upper limit of the L2 norm over all its tensors together; None for no limit.
         largest_value: Largest magnitude of any value without a bound of its own, scalars included; None for no limit.
 
     Raises:
         NotFiniteError: a tensor has a value that is NaN or infinite.
         UploadError: a name is missing or unknown, a shape or dtype is wrong, a scalar is not finite, or a value, a sum
-            of shares or the norm is beyond its limit. The message names client and tensor.
+            of shares or the norm is beyond its limit. The message names the tensor.
     """
-    _check_names(payload.tensors, schema, client)
+    _check_names(payload.tensors, schema)
     shapes = schema.shapes
-    norms = {name: _checked_norm(name, tensor, shapes[name], client) for name, tensor in payload.tensors.items()}
-    _check_scalars(payload.scalars, schema.scalars, client)
+    norms = {name: _checked_norm(name, tensor, shapes[name]) for name, tensor in payload.tensors.items()}
+    _check_scalars(payload.scalars, schema.scalars)
     for name, tensor in payload.tensors.items():
-        _check_values(name, tensor, schema.tensors[name].bound or Bound(), largest_value, client)
+        _check_values(name, tensor, schema.tensors[name].bound or Bound(), largest_value)
     if largest_value is not None:
-        _check_scalar_magnitudes(payload.scalars, largest_value, client)
+        _check_scalar_magnitudes(payload.scalars, largest_value)
     norm = math.hypot(*norms.values())
     if norm_limit is not None and norm > norm_limit:
         largest = max(norms, key=norms.__getitem__)
         raise UploadError(
-            f"{client}: the upload's norm is {norm:.6g}, beyond the limit of {norm_limit:.6g} "
+            f"the upload's norm is {norm:.6g}, beyond the limit of {norm_limit:.6g} "
             f"(federation.max_update_norm); most of it is in '{largest}' ({norms[largest]:.6g})."
         )
 
@@ -158,7 +151,7 @@ def check_received(payload: Payload, needed: Collection[str], what: str) -> None
             raise NotFiniteError(f"{what} has NaN or infinity in {broken} of {tensor.numel()} values of '{name}'.")
 
 
-def _check_names(tensors: Mapping[str, Tensor], schema: Schema, client: str) -> None:
+def _check_names(tensors: Mapping[str, Tensor], schema: Schema) -> None:
     required, known = schema.needed.tensors.keys(), schema.tensors.keys()
     wrong = [
         f"{verb} {_few(names)}"
@@ -169,57 +162,57 @@ def _check_names(tensors: Mapping[str, Tensor], schema: Schema, client: str) -> 
         if names
     ]
     if wrong:
-        raise UploadError(f"{client}: the upload {' and '.join(wrong)}; expected {len(known)} tensors.")
+        raise UploadError(f"the upload {' and '.join(wrong)}; expected {len(known)} tensors.")
 
 
-def _checked_norm(name: str, tensor: Tensor, shape: tuple[int, ...], client: str) -> float:
+def _checked_norm(name: str, tensor: Tensor, shape: tuple[int, ...]) -> float:
     if tuple(tensor.shape) != tuple(shape):
-        raise UploadError(f"{client}: '{name}' has the shape {list(tensor.shape)}, but {list(shape)} is expected.")
+        raise UploadError(f"'{name}' has the shape {list(tensor.shape)}, but {list(shape)} is expected.")
     if tensor.dtype not in FLOATING:
         known = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATING)
         found = str(tensor.dtype).removeprefix("torch.")
-        raise UploadError(f"{client}: '{name}' is {found}, but one of {known} is expected.")
+        raise UploadError(f"'{name}' is {found}, but one of {known} is expected.")
     values = tensor.to(torch.float32)
     norm = float(torch.linalg.vector_norm(values))
     if math.isfinite(norm):
         return norm
     broken = int((~torch.isfinite(values)).sum())
     if broken:
-        raise NotFiniteError(f"{client}: '{name}' has NaN or infinity in {broken} of its {tensor.numel()} values.")
+        raise NotFiniteError(f"'{name}' has NaN or infinity in {broken} of its {tensor.numel()} values.")
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
 
 
-def _check_values(name: str, tensor: Tensor, bound: Bound, otherwise: float | None, client: str) -> None:
+def _check_values(name: str, tensor: Tensor, bound: Bound, otherwise: float | None) -> None:
     """Checks the magnitudes of a tensor, by its bound or the limit for all others, and the sums of shares."""
     largest = otherwise if bound.largest is None else bound.largest
     if largest is not None:
         found = float(tensor.abs().max()) if tensor.numel() else 0.0
         if found > largest:
-            raise UploadError(f"{client}: '{name}' has a value of {found:.4g}, beyond {largest:g}.")
+            raise UploadError(f"'{name}' has a value of {found:.4g}, beyond {largest:g}.")
     if bound.total is None or not tensor.numel():
         return
     if float(tensor.min()) < 0:
-        raise UploadError(f"{client}: '{name}' has a share of {float(tensor.min()):.4g}, which is negative.")
+        raise UploadError(f"'{name}' has a share of {float(tensor.min()):.4g}, which is negative.")
     total = float(tensor.double().sum(dim=-1).max())
     if total > bound.total * (1 + ROUNDING):
-        raise UploadError(f"{client}: the shares of '{name}' sum to {total:.6g}, beyond {bound.total:g}.")
+        raise UploadError(f"the shares of '{name}' sum to {total:.6g}, beyond {bound.total:g}.")
 
 
-def _check_scalar_magnitudes(scalars: Mapping[str, Scalar], largest: float, client: str) -> None:
+def _check_scalar_magnitudes(scalars: Mapping[str, Scalar], largest: float) -> None:
     for name, value in scalars.items():
         if isinstance(value, float) and abs(value) > largest:
-            raise UploadError(f"{client}: the scalar '{name}' is beyond {largest:g}.")
+            raise UploadError(f"the scalar '{name}' is beyond {largest:g}.")
 
 
-def _check_scalars(scalars: Mapping[str, Scalar], expected: Mapping[str, Scalar | type[Scalar]], client: str) -> None:
+def _check_scalars(scalars: Mapping[str, Scalar], expected: Mapping[str, Scalar | type[Scalar]]) -> None:
     for name, value in scalars.items():
         if isinstance(value, float) and not math.isfinite(value):
-            raise UploadError(f"{client}: the scalar '{name}' is {value}, but a finite number is expected.")
+            raise UploadError(f"the scalar '{name}' is {value}, but a finite number is expected.")
     for name, example in expected.items():
         kind = example if isinstance(example, type) else type(example)
         if type(scalars.get(name)) is not kind:
             found = repr(scalars.get(name))[:40]
-            raise UploadError(f"{client}: the scalar '{name}' is {found}, but a {kind.__name__} is expected.")
+            raise UploadError(f"the scalar '{name}' is {found}, but a {kind.__name__} is expected.")
 
 
 def unusable(error: Exception) -> str:

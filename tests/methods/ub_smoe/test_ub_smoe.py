@@ -223,7 +223,7 @@ def test_phi_never_leaves_and_starts_from_the_servers(olmoe_backbone: Backbone, 
         uploads = federation.train(state, round)
         for each in uploads:
             assert not any(name.endswith("phi") for name in each.payload.tensors)
-            check_upload(each.payload, method.schema(federation.model, each.client, Payload()), client="c")
+            check_upload(each.payload, method.schema(federation.model, each.client, Payload()))
         state = method.aggregate(state, uploads)
     for who in federation.clients:
         payload = method.download(state, federation.model, who)
@@ -297,7 +297,7 @@ def test_observations(measure: bool, olmoe_backbone: Backbone, tmp_path: Path) -
     for round in (1, 2, 3):
         uploads = federation.train(state, round)
         for each in uploads:
-            check_upload(each.payload, method.schema(federation.model, each.client, Payload()), client="c")
+            check_upload(each.payload, method.schema(federation.model, each.client, Payload()))
         state = method.aggregate(state, uploads)
         if round == 1:
             names = {figure.name for figure in method.observe(state, federation.model)}

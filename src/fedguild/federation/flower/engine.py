@@ -316,8 +316,8 @@ class FlowerEngine:
                 self._late_in_steps.note(client, late=False)
             try:
                 if not reply.failure:
-                    check_size(len(reply.body), self.limit_bytes, client=client_name(client))
-                answers[client] = reply.failure or decode(reply.body, client_name(client), _MOST_IN_STEP)
+                    check_size(len(reply.body), self.limit_bytes)
+                answers[client] = reply.failure or decode(reply.body, "its answer", _MOST_IN_STEP)
             except UploadError as error:
                 answers[client] = error.message
             except Exception as error:
@@ -547,7 +547,7 @@ class FlowerEngine:
                 limit_bytes=self.limit_bytes,
             )
             if self._schema_of is not None:
-                check_plausible_size(len(reply.body), self._schema_of(task), client=task.client.name)
+                check_plausible_size(len(reply.body), self._schema_of(task))
         except UploadError as error:
             return _Reply(failure=error.message)
         return _Reply(self._uploads.put(task.round, task.client.index, reply.body), reply.metadata)
@@ -615,7 +615,7 @@ class FlowerEngine:
             return Delivery(task, None if body else Payload(), plan, failure=in_the_clear, kept=not body)
         try:
             report = training_report(reply.metadata, model)
-            upload = read_payload(body, task.client.name, self._most_tensors(task))
+            upload = read_payload(body, "its upload", self._most_tensors(task))
         except UploadError as error:
             return Delivery(task, None, plan, failure=error.message)
         except Exception as error:

@@ -14,7 +14,7 @@ from fedguild.core.layout import MEMORY
 from fedguild.core.progress import Progress, Silent
 from fedguild.core.score_names import metric_name
 from fedguild.data.corpora import corpus_spec
-from fedguild.data.example import Corpus
+from fedguild.data.example import ELSEWHERE
 from fedguild.data.given import GivenData
 from fedguild.data.partition import PartitionTable
 from fedguild.data.rendering import require_chat_template, set_chat_template
@@ -70,7 +70,7 @@ def prepare(
     if scores or not is_elsewhere(config):
         prepared = _read_data(config, output, data, progress, trains=trains)
     else:
-        prepared = PreparedData(Corpus("remote", (), ()), [], PartitionTable(labels=(), counts=()))
+        prepared = PreparedData(ELSEWHERE, [], PartitionTable(labels=(), counts=()))
     if trains:
         _try_metrics(config, prepared, own_metrics, progress)
     if any(example.messages for example in prepared.corpus.train[:1]):
