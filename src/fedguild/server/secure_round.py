@@ -312,7 +312,7 @@ def _unfit(
         if form.disclosed:
             schema = method.schema(model, info, method.download(state, model, info), round).of_parts(form.disclosed)
         if sent.tensors and not form.disclosed:
-            faults[client] = f"{info.name} sent in the clear what {method.name} does not ask for"
+            faults[client] = f"it sent in the clear what {method.name} does not ask for"
             continue
         try:
             check_upload(sent, schema, largest_value=LARGEST_SENT)
