@@ -8,6 +8,7 @@ import logging
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,9 +191,9 @@ def test_a_key_that_flower_refuses_is_named(guild: Guild) -> None:
     guild.fault = "not a public key"
     with pytest.raises(FedGuildError, match=r"Flower refuses the key .*client-000\.pub: not a public key"):
         guild.run()
-    guild.fault = f"it is {operations.ALREADY_REGISTERED} registered"
+    guild.fault = ""
     guild.run()
-    guild.fault, guild.dead = "", "connection refused"
+    guild.dead = "connection refused"
     (guild.folder / "nodes" / "client-002.pub").write_bytes((guild.folder / "nodes" / "client-001.pub").read_bytes())
     with pytest.raises(FedGuildError, match=r"Flower's server did not answer: connection refused"):
         guild.run()
@@ -236,6 +237,30 @@ def test_a_key_that_was_revoked_while_the_server_was_down_is_shut_out_when_it_st
     guild.asked.unlink()
     guild.run()
     assert not guild.asked.exists(), "all is known by now"
+
+
+def test_a_key_that_is_no_longer_in_the_folder_is_shut_out_when_the_server_starts(guild: Guild) -> None:
+    """One that was replaced, before the other is let in; and one that was removed."""
+    guild.run()
+    replaced, removed = (guild.folder / "nodes" / f"client-00{client}.pub" for client in (0, 1))
+    replaced.write_text("the organisation's own")
+    removed.unlink()
+    guild.asked.unlink()
+    guild.run()
+    out, let_in = [json.loads(line) for line in guild.asked.read_text().splitlines()]
+    assert out == {"revoke": ["client-000", "client-001"]}
+    assert list(let_in["register"]) == ["client-000"]
+    assert not Revocations(guild.state).names()
+    guild.asked.unlink()
+    guild.run()
+    assert not guild.asked.exists(), "all is known by now"
+
+
+def test_two_revocations_at_once_lose_none(tmp_path: Path) -> None:
+    names = [f"client-{number:03d}" for number in range(40)]
+    with ThreadPoolExecutor(8) as several:
+        list(several.map(lambda name: Revocations(tmp_path).add(name), names))
+    assert Revocations(tmp_path).names() == set(names)
 
 
 def test_a_run_whose_output_breaks_off_is_waited_for(guild: Guild, monkeypatch: pytest.MonkeyPatch) -> None:

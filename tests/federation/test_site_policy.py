@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedguild.core.errors import FedGuildError
+from fedguild.federation import site_policy
 from fedguild.federation.flower.message import Message
 from fedguild.federation.site import AcceptSettings
 from fedguild.federation.site_policy import RequestLog, SitePolicy, Terms
@@ -98,6 +99,21 @@ def test_a_restart_does_not_forget_what_was_asked(tmp_path: Path) -> None:
     assert RequestLog(path).refusal(request(seed=1), 1) == ""
     assert "accept.requests_per_round is 1" in RequestLog(path).refusal(request(seed=2), 1)
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_request_that_could_not_be_recorded_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = RequestLog(tmp_path / "requests.json")
+
+    def full(*_: object) -> None:
+        raise FedGuildError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(site_policy, "write_json", full)
+        for _ in range(2):
+            with pytest.raises(FedGuildError, match="No space left"):
+                log.refusal(request(seed=1), 1)
+    assert log.refusal(request(seed=2), 1) == ""
+    assert "accept.requests_per_round is 1" in log.refusal(request(seed=1), 1)
 
 
 def test_a_damaged_log_of_requests_refuses_rather_than_counts_anew(tmp_path: Path) -> None:

@@ -27,12 +27,15 @@ def log(tmp_path):
     return lambda fewest=3, **more: SumLog(tmp_path / "sums.jsonl", fewest, **more)
 
 
-def enters(log, run, number, download, clients):
+NOTHING = np.zeros(0)
+
+
+def enters(log, run, number, download, clients, stated=NOTHING):
     """Whether a site opens a sum over these clients."""
     enter = log.training(run, number, download)
     try:
         for half in ("weights", "values"):
-            enter(half, clients)
+            enter(half, clients, stated if half == "values" else NOTHING)
     except UploadError:
         return False
     return True
@@ -126,6 +129,27 @@ def test_a_round_that_an_earlier_version_summed_is_refused(log, tmp_path):
     earlier = tmp_path / "sums.json"
     earlier.write_text('{"3 0123 weights": "4567"}')
     with pytest.raises(UploadError, match="summed under an earlier version of fedguild"):
-        log(earlier=earlier).training("one", 3, drawn())("weights", ALL)
+        log(earlier=earlier).training("one", 3, drawn())("weights", ALL, NOTHING)
     assert enters(log(earlier=earlier), "one", 4, drawn(), ALL)
     assert enters(log(None, earlier=earlier), "one", 3, drawn(), ALL)
+
+
+@pytest.mark.parametrize("numbers", [2, 200])
+@pytest.mark.parametrize(
+    ("run", "number", "change", "opens"),
+    [
+        ("one", 1, 1.0, True),
+        ("one", 1, 1.001, True),
+        ("one", 1, 1.5, False),
+        ("one", 4, 0.25, False),
+        ("two", 1, 1.5, True),
+    ],
+    ids=["the same", "nearly", "others", "others in another round", "another run, which may train otherwise"],
+)
+def test_the_server_states_the_sums_of_a_training_once(run, number, change, opens, numbers, log):
+    """One of several numbers is changed, the other clients of which are the same."""
+    stated = np.linspace(1.0, 100.0, numbers)
+    assert enters(log(), "one", 1, drawn(), ALL, stated)
+    stated[-1] *= change
+    assert enters(log(), run, number, drawn(), ALL, stated) is opens
+    assert enters(log(None), run, number, drawn(), ALL, stated)

@@ -35,10 +35,11 @@ class Journal:
             with open(self.path, "ab", opener=lambda path, flags: os.open(path, flags, PRIVATE_FILE)) as file:
                 if self._torn:
                     file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
-                    self._torn = False
+                self._torn = True  # until the whole line is there: a full disk may take a part of it
                 file.write(line + b"\n")
                 file.flush()
                 os.fsync(file.fileno())
+                self._torn = False
         except OSError as error:
             raise FedGuildError(
                 f"Cannot write {self.path}: {error.strerror or error}.",

@@ -16,7 +16,7 @@ from fedguild.client.cohort import LocalReport
 from fedguild.core.errors import UploadError
 from fedguild.core.payload import ADAPTER, Payload
 from fedguild.model.info import ModelInfo
-from fedguild.privacy.secure_sum.client import ClientSession
+from fedguild.privacy.secure_sum.client import ClientSession, Once
 from fedguild.privacy.secure_sum.form import Contribution, Form
 from fedguild.privacy.secure_sum.graph import FEWEST_CLIENTS
 from fedguild.privacy.secure_sum.keys import PrivateKey, PublicKey, new_identity
@@ -39,7 +39,7 @@ class _Kept:
 
     round: int
     trained: bytes
-    once: Callable[[str, Sequence[int]], None] | None
+    once: Once | None
     form: Form
     terms: Contribution
     disclosed: Mapping[str, Tensor]
@@ -59,8 +59,8 @@ class SecureClients:
         norm_limit: Upper limit of an upload's L2 norm, which each client checks itself; None for no limit.
         least: Fewest clients among whom each of them hides.
         reported: See `SecureAggregation`.
-        once: Of a round and a download, what is called with `weights` or `values` and the clients in a sum of that
-            training before it is opened, and raises UploadError if it must not be. None to record nothing.
+        once: Of a round and a download, what is called before a sum of that training is opened (`Once`). None to record
+            nothing.
     """
 
     budgets: Sequence[Budget]
@@ -69,7 +69,7 @@ class SecureClients:
     norm_limit: float | None = None
     least: int = FEWEST_CLIENTS
     reported: bool = True
-    once: Callable[[int, Payload], Callable[[str, Sequence[int]], None]] | None = None
+    once: Callable[[int, Payload], Once] | None = None
     _kept: dict[int, _Kept] = field(default_factory=dict)
     _sessions: dict[int, ClientSession] = field(default_factory=dict)
     _disclosed: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
@@ -143,7 +143,7 @@ class SecureClients:
         examples: int,
         measures: Sequence[int],
         told: bytes,
-        once: Callable[[str, Sequence[int]], None] | None = None,
+        once: Once | None = None,
     ) -> None:
         """Keeps the score of a client's own model until it is summed, in place of what the client kept before.
 

@@ -24,7 +24,7 @@ from fedguild.federation.audit import AuditLog
 from fedguild.federation.checks import is_loopback, require_none, server_faults, site_faults
 from fedguild.federation.monitoring import Monitor, ServerFigures, SiteFigures
 from fedguild.federation.processes import Child, watch
-from fedguild.federation.revocation import Revocations
+from fedguild.federation.revocation import UNKNOWN, Revocations
 from fedguild.federation.site import MonitorSettings, ServerSettings, load_server, load_site
 from fedguild.federation.stopping import request_stop, stop_is_requested, withdraw_request
 from fedguild.federation.watchdog import Watchdog, dying_with_parent
@@ -36,11 +36,8 @@ ENROLMENT_SECONDS, FLOWER_SECONDS = 600.0, 120.0
 """Time limits for the registration of keys, and for one of Flower's own commands."""
 FLEET_PATH = "/v1/fleet/"
 """The paths that the gateway forwards (`fedguild.federation.flower.gateway.FLEET`)."""
-UNKNOWN = "no key is registered"
-"""Said of a key that Flower does not know, by `fedguild.federation.flower.enrolment`."""
 OUTCOME_SECONDS = 10.0
 """Time limit for the outcome of a finished run to appear on disk."""
-ALREADY_REGISTERED = "already"
 KEY_REFUSED = "[code: 2004]"
 """Printed by Flower's node when the server refuses its key."""
 
@@ -131,7 +128,8 @@ def opened(settings: ServerSettings) -> list[str]:
 def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> list[str]:
     """Registers the clients' keys with Flower; returns a line for each that is new.
 
-    A key that was revoked while Flower's server was down is shut out first.
+    Keys that were revoked while Flower's server was down are shut out first, and so are those that are no longer in the
+    folder.
 
     Args:
         state: The folder that records which keys are registered.
@@ -140,23 +138,26 @@ def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> l
         FedGuildError: Flower refuses a file, or does not answer.
     """
     revocations, names = Revocations(state), list[str]()
-    if pending := sorted(revocations.names() & _registered(state).keys()):
-        _shut_out(pending, state, environment)
-    registered = _registered(state)
     keys = {key.stem: key for key in sorted(nodes.glob("*.pub"))}
     contents = {name: key.read_text("utf-8").strip() for name, key in keys.items()}
+    gone = {
+        name for name, key in _registered(state).items() if contents.get(name) != key or name in revocations.names()
+    }
+    if gone:
+        _shut_out(sorted(gone), state, environment)
+    registered = _registered(state)
     new = {name: str(key.resolve()) for name, key in keys.items() if registered.get(name) != contents[name]}
     if not new:
         return []
     try:
         for name, fault in _enrol({"register": new}, environment):
-            if not fault:
-                names.append(name)
-                revocations.remove(name)
-            elif ALREADY_REGISTERED not in fault:
+            if fault:
                 raise FedGuildError(
-                    f"Flower refuses the key {keys[name]}: {fault[-300:]}", "It must be a public key (.pub)."
+                    f"Flower refuses the key {keys[name]}: {fault[-300:]}",
+                    "It must be a public key (.pub) that was never revoked.",
                 )
+            names.append(name)
+            revocations.remove(name)
             registered[name] = contents[name]
     finally:  # at once: for a thousand keys, one by one, the disk took half of the time
         AuditLog(state).extend("registered", [{"client": name} for name in names])
@@ -207,7 +208,7 @@ def _shut_out(names: Sequence[str], state: Path, environment: Mapping[str, str])
         FedGuildError: it does not answer, or refuses.
     """
     try:
-        faults = [fault for _, fault in _enrol({"revoke": names}, environment) if fault and UNKNOWN not in fault]
+        faults = [fault for _, fault in _enrol({"revoke": names}, environment) if fault not in ("", UNKNOWN)]
     except FedGuildError as error:
         faults = [str(error)]
     if faults:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
-from fedguild.core.files import write_json
+from filelock import FileLock
+
+from fedguild.core.files import PRIVATE_FILE, make_folder, write_json
 
 REVOKED = "revoked.json"
+UNKNOWN = "no key is registered under this name"
+"""What `fedguild.federation.flower.enrolment` says of a client whose key Flower does not know."""
 
 
 class Revocations:
@@ -29,9 +34,14 @@ class Revocations:
         return self._read[1]
 
     def add(self, name: str) -> None:
-        write_json(self.path, sorted({*self.names(), name}))
+        self._change(lambda names: names | {name})
 
     def remove(self, name: str) -> None:
         """Removes the name of a client whose new key was registered."""
         if name in self.names():
-            write_json(self.path, sorted(self.names() - {name}))
+            self._change(lambda names: names - {name})
+
+    def _change(self, changed: Callable[[frozenset[str]], frozenset[str]]) -> None:
+        make_folder(self.path.parent)
+        with FileLock(self.path.with_name(f".{REVOKED}.lock"), mode=PRIVATE_FILE):
+            write_json(self.path, sorted(changed(self.names())))

@@ -286,11 +286,9 @@ class RequestLog:
                 f"the run has asked for {counted} different requests to {message.kind}, and accept.{setting} is "
                 f"{most_in_run}"
             )
-        seen[key] = [*known, digest]
-        try:
-            write_json(self.path, seen)
-        except OSError as error:
-            raise FedGuildError(f"{self.path} cannot be written: {error.strerror or error}.") from error
+        seen = {**seen, key: [*known, digest]}
+        write_json(self.path, seen)
+        self._seen = seen
         return ""
 
     def _read(self) -> dict[str, list[str]]:

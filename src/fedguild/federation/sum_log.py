@@ -9,6 +9,10 @@ Which trainings count as the same: those of one round of a run, whatever the ser
 downloads are alike, in other rounds and in other runs. Downloads of one run change a little from round to round, so
 there only equal ones (to single precision) are alike. In another run all that come from the same draw of the first
 adapter are. A download is recorded by a sketch under a secret of the site (N. Alon et al., STOC 1996), not as it is.
+
+Over the same clients, too, the server may state the sums of the weights of a training once only. Each client rounds its
+values after dividing by them, so that sums at many scales would tell large values from small ones, and so clients. Only
+within a run: another run's config may train otherwise.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import base64
 import json
 import secrets
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +32,8 @@ from fedguild.core.errors import FedGuildError, UploadError
 from fedguild.core.journal import Journal
 from fedguild.core.payload import ADAPTER, Payload
 from fedguild.core.seeding import numpy_rng
+from fedguild.privacy.secure_sum.client import Once
+from fedguild.privacy.secure_sum.form import Floats
 
 FILE = "sums.jsonl"
 _BUCKETS = 64
@@ -35,6 +41,9 @@ SAME = 1e-5
 """Relative distance up to which two downloads of one run are the same."""
 SAME_DRAW = 0.5
 """Relative distance up to which downloads of two runs have the same first adapter; two draws are some sqrt(2) apart."""
+SAME_SCALE = 0.05
+"""Distance of binary logarithms up to which stated sums are the same: training may not repeat to the last bit."""
+_LEAST_STATED = 2.0**-90
 _SEED_WEIGHT = 1e3
 WAY_OUT = (
     "Run with the same clients again; or begin a run with another `seed`, which draws another first adapter; or, where "
@@ -49,6 +58,7 @@ class _Sum:
     half: str
     clients: frozenset[int]
     sketch: NDArray[np.float32]
+    stated: NDArray[np.float32]
 
 
 class SumLog:
@@ -78,15 +88,15 @@ class SumLog:
                 "It holds which clients this site was summed with; restore the file.",
             ) from error
 
-    def training(self, run: str, round: int, download: Payload) -> Callable[[str, Sequence[int]], None]:
-        """Returns what enters a sum of a training, `weights` or `values`, over some clients, before it is opened.
+    def training(self, run: str, round: int, download: Payload) -> Once:
+        """Returns what enters a sum of a training before it is opened.
 
         That raises UploadError if the sum must not be opened, and FedGuildError if the file cannot be written.
         """
         found = sketch(download, self._secret)
 
-        def enter(half: str, clients: Sequence[int]) -> None:
-            self._enter(_Sum(run, round, half, frozenset(clients), found))
+        def enter(half: str, clients: Sequence[int], stated: Floats) -> None:
+            self._enter(_Sum(run, round, half, frozenset(clients), found, magnitudes(stated, self._secret)))
 
         return enter
 
@@ -103,6 +113,11 @@ class SumLog:
                     f"{same[-1].round} of {where}), and both sums together would tell {len(few)} client(s) apart from "
                     f"the others, below accept.secure_difference of {self.fewest}. {WAY_OUT}"
                 )
+        elif self.fewest is not None and any(_states_otherwise(each, new) for each in same):
+            raise UploadError(
+                "the server states other sums of the weights than when it summed the same training of the same clients "
+                f"before, and both sums together would tell clients apart. {WAY_OUT}"
+            )
         if not any((each.run, each.round, each.clients) == (new.run, new.round, new.clients) for each in same):
             if not self._sums and not self._journal.lines:
                 self._journal.append(json.dumps({"secret": f"{self._secret:032x}"}).encode())
@@ -152,6 +167,27 @@ def _same_training(before: _Sum, new: _Sum) -> bool:
     return bool(distance <= (SAME if before.run == new.run else SAME_DRAW) * largest)
 
 
+def _states_otherwise(before: _Sum, new: _Sum) -> bool:
+    """Whether the server states other sums in a run than before; a record of an earlier version does not say."""
+    if (before.run, before.clients) != (new.run, new.clients) or not before.stated.size or not new.stated.size:
+        return False
+    return bool(np.linalg.norm(before.stated - new.stated) > SAME_SCALE)
+
+
+def magnitudes(stated: Floats, secret: int) -> NDArray[np.float32]:
+    """Returns a sketch of positive numbers' binary logarithms, [64]: distances are those of the logarithms within 30 %.
+
+    Args:
+        stated: [n] numbers; without any, the sketch is empty.
+    """
+    if not stated.size:
+        return np.zeros(0, np.float32)
+    logarithms = np.log2(np.maximum(stated, _LEAST_STATED))
+    bits = np.frombuffer(numpy_rng(secret, "stated").bytes(-(-_BUCKETS * stated.size // 8)), np.uint8)
+    signs = np.unpackbits(bits, count=_BUCKETS * stated.size).reshape(_BUCKETS, stated.size)
+    return np.asarray((2.0 * signs - 1) @ logarithms / np.sqrt(_BUCKETS), np.float32)
+
+
 def sketch(download: Payload, secret: int) -> NDArray[np.float32]:
     """Returns [64] sums of a download's values under random signs; distances are those of the downloads within 10 %.
 
@@ -175,6 +211,7 @@ def _written(entry: _Sum) -> dict[str, object]:
         "half": entry.half,
         "clients": sorted(entry.clients),
         "sketch": base64.b64encode(entry.sketch.tobytes()).decode(),
+        "stated": base64.b64encode(entry.stated.tobytes()).decode(),
     }
 
 
@@ -185,4 +222,7 @@ def _read(line: dict[str, object]) -> _Sum:
     clients = line["clients"]
     if not isinstance(clients, list):
         raise ValueError("a line has no clients")
-    return _Sum(str(line["run"]), int(str(line["round"])), str(line["half"]), frozenset(map(int, clients)), found)
+    stated = np.frombuffer(base64.b64decode(str(line.get("stated", "")), validate=True), np.float32)
+    return _Sum(
+        str(line["run"]), int(str(line["round"])), str(line["half"]), frozenset(map(int, clients)), found, stated
+    )

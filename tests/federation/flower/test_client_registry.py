@@ -42,6 +42,25 @@ def test_a_client_that_is_never_the_same_is_not_asked_for_ever(keys, monkeypatch
         assert len(asked) == MOST_REASONS + 1
 
 
+@pytest.mark.parametrize("waits", [True, False], ids=["stays", "disconnects"])
+def test_a_node_cannot_claim_to_be_another_client(waits):
+    """Not even if it has gone by the time its answer is read."""
+    online, lines = [SimpleNamespace(id=77, name="client-002")], []
+    transport = SimpleNamespace(
+        nodes=lambda: list(online),
+        send=lambda node, message, ttl_seconds: "asked",
+        poll=lambda message_id, largest: None,
+    )
+    registry = ClientRegistry(transport, "ab" * 16, 6, {}, echo=lines.append)
+    registry.refresh()
+    transport.poll = lambda message_id, largest: Message("hello", registry.run, 0, 5, metadata=HELLO)
+    if not waits:
+        online.clear()
+    registry.refresh()
+    assert registry.clients == {}
+    assert "its key was registered for client-002, but it claims to be client-005" in lines[0]
+
+
 @pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2), (2, 1, 0), (0, 2, 1)])
 def test_sites_that_learn_their_texts_differently_are_pointed_out(order):
     """Each is right by itself, and one adapter would learn both."""

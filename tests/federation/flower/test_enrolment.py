@@ -23,9 +23,14 @@ class Control:
         self.closed = False
 
     def RegisterNode(self, request):  # noqa: N802
-        if any(node.name == request.name for node in self.nodes):
-            raise RuntimeError(f"{request.name} is\nregistered")
-        self.nodes.append(SimpleNamespace(node_id=len(self.nodes) + 1, name=request.name, unregistered_at=""))
+        if request.name == "client-666":
+            raise RuntimeError("not this\none")
+        if any(node.public_key == request.public_key for node in self.nodes):
+            raise RuntimeError("Public key already in use")
+        one = SimpleNamespace(
+            node_id=len(self.nodes) + 1, name=request.name, public_key=request.public_key, unregistered_at=""
+        )
+        self.nodes.append(one)
 
     def ListNodes(self, request):  # noqa: N802
         return SimpleNamespace(nodes_info=self.nodes)
@@ -66,7 +71,17 @@ def test_keys_are_registered_and_revoked_each_by_itself(control: Control, tmp_pa
     assert "No such file" in faults["client-002"]
     assert "no key on a NIST curve" in faults["client-003"]
     assert [node.name for node in control.nodes] == ["client-000"]
-    assert "\n" not in told(register={"client-000": str(key)})["client-000"]
+    assert told(register={"client-666": str(key)})["client-666"] == "not this one"
     assert told(revoke=["client-000", "client-009"]) == {"client-000": "", "client-009": enrolment.UNKNOWN}
     assert told(revoke=["client-000"]) == {"client-000": enrolment.UNKNOWN}, "a revoked key is not revoked twice"
     assert control.closed
+
+
+def test_a_key_that_flower_has_had_is_registered_or_spent(control: Control, tmp_path: Path) -> None:
+    """An answer that was lost is made good; a key that was revoked, or that is another's, is none to register."""
+    keys = {"client-000": str(write_key(tmp_path / "node.key"))}
+    assert told(register=keys) == told(register=keys) == {"client-000": ""}
+    assert len(control.nodes) == 1
+    assert "make a new one" in told(register={"client-001": keys["client-000"]})["client-001"]
+    told(revoke=["client-000"])
+    assert "make a new one" in told(register=keys)["client-000"]

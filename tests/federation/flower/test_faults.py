@@ -170,6 +170,22 @@ def test_a_reply_after_the_deadline(late: str, dropped: str, config: Config, tmp
     assert [(stray.round, stray.client, stray.dropped) for stray in second_round.strays] == [(1, 2, dropped)]
 
 
+def test_a_client_that_was_asked_twice_and_answers_both_times_late(config: Config, tmp_path: Path) -> None:
+    """Both arrive in the next round, and count as one."""
+    hasty = changed(config, "federation", deadline_seconds=4.0, straggler_policy="next_round", rounds=3, retries=1)
+    grid, _ = federation(hasty, tmp_path)
+    change_replies(grid.nodes[100], (1,), lambda reply: grid.withheld.add(102) or reply)
+    change_replies(grid.nodes[100], (2,), lambda reply: grid.withheld.clear() or reply)
+    change_replies(last(grid), (2,), lambda reply: reply.reply(failure="busy"))
+    sent = kinds_sent(last(grid))
+    serve_on(grid, hasty, tmp_path)
+    assert sent.count("train") > 3
+    strays = rounds_of(tmp_path)[1].strays
+    assert [(stray.round, stray.client) for stray in strays] == [(1, 2)] * 2
+    assert sorted(stray.dropped for stray in strays) == ["", "the client's upload of round 1 was aggregated already"]
+    assert not list((tmp_path / "state").rglob("*.upload"))
+
+
 def test_answers_that_nobody_waits_for_any_more_are_deleted(config, tmp_path, monkeypatch):
     """To tasks, questions and probes: else they stay in Flower's database, whatever a client sends."""
     monkeypatch.setattr(replies, "SWEEP_SECONDS", 0.0)

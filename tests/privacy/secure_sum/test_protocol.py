@@ -11,6 +11,7 @@ from scipy import stats
 from fedguild.core.errors import FedGuildError, QuorumError, UploadError
 from fedguild.federation.site_policy import SitePolicy
 from fedguild.federation.sum_log import SumLog
+from fedguild.privacy.secure_sum import fixed_point
 from fedguild.privacy.secure_sum.form import Contribution, Form, LinearMean
 from fedguild.privacy.secure_sum.graph import degree_of, neighbours, threshold_of
 from fedguild.privacy.secure_sum.keys import load_peers, load_private, load_public, new_identity, sign, verify
@@ -49,6 +50,31 @@ def test_the_unmasked_sums_are_those_of_fixed_point_bit_for_bit(step, dropouts):
     server = federation.server
     assert server.contributors == tuple(left)
     assert (server._words.tolist(), server._values.tolist(), server._value_words.tolist()) == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    ("of_weights", "reason"),
+    [(True, "a smaller sum of the weights than this client's own weight"), (False, "a smaller range of the values")],
+    ids=["weights", "ranges"],
+)
+def test_nobody_sends_values_for_a_sum_that_is_smaller_than_its_own_part(of_weights, reason):
+    """Else its share would stop at 1 where those of others still grow: several sums would tell the clients apart."""
+    federation = Federation(contributions(4, FORM), FORM)
+
+    def told(client, step, request):
+        if step != "send":
+            return request
+        words, count = request["sums"].copy(), FORM.weight_count
+        if of_weights:
+            words[: 2 * count] = 1
+            words[2 * count : 3 * count] &= np.uint64(2**64 - 2**fixed_point.COUNT_BIT)  # the counts stay
+        else:
+            words[3 * count :] = 1
+        return {**request, "sums": words}
+
+    federation.told = told
+    with pytest.raises(QuorumError, match=reason):
+        federation.run()
 
 
 def test_a_third_dropout_of_seven_is_too_many_and_opens_nothing():

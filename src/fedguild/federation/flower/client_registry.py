@@ -79,7 +79,7 @@ class ClientRegistry:
     clients: dict[int, RegisteredClient] = field(default_factory=dict)
     refused: dict[int, tuple[str, str]] = field(default_factory=dict)
     for_good: set[int] = field(default_factory=set)
-    _asked: dict[int, str] = field(default_factory=dict)
+    _asked: dict[int, tuple[str, str]] = field(default_factory=dict)
     _reasons: Counter[str] = field(default_factory=Counter)
     """Name of a client -> for how many different reasons it was turned away, under whatever key."""
     _failed: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -154,11 +154,11 @@ class ClientRegistry:
             if node.id not in registered and node.id not in self.for_good and not waits:
                 request = Message("hello", self.run, metadata=dict(self.run_metadata))
                 try:
-                    self._asked[node.id] = self.transport.send(node.id, request, ttl_seconds=HELLO_SECONDS)
+                    message_id = self.transport.send(node.id, request, ttl_seconds=HELLO_SECONDS)
+                    self._asked[node.id] = (message_id, node.name)
                 except FedGuildError as error:
                     self._ask_later(node.id, error.message)
-        key_names = {node.id: node.name for node in self.transport.nodes()} if self._asked else {}
-        for id, message_id in list(self._asked.items()):
+        for id, (message_id, key_name) in list(self._asked.items()):
             reply = self.transport.poll(message_id, HELLO_BYTES)
             if reply is None:
                 continue
@@ -167,7 +167,7 @@ class ClientRegistry:
             if isinstance(reply, NoReply) or will_pass(failure):
                 self._ask_later(id, failure)
             else:
-                self._register(id, key_names.get(id, ""), reply)
+                self._register(id, key_name, reply)
 
     def _ask_later(self, node: int, failure: str) -> None:
         self._pause(node, 1.0)

@@ -502,6 +502,8 @@ class FlowerEngine:
             earlier = self._replies.get(key)
             if earlier is None or earlier.failure:
                 self._replies[key] = replace(reply, held_up=self._attempts.enough_seconds is not None)
+            elif reply.upload is not None:
+                reply.upload.unlink()
             if not reply.failure:
                 self._succeeded.add(task.client.index)
                 self._attempts.delivered.add(task.client.index)

@@ -22,7 +22,10 @@ from flwr.cli.utils import flwr_cli_exc_handler, init_http_client_from_connectio
 from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
 
-UNKNOWN = "no key is registered under this name"
+from fedguild.federation.revocation import UNKNOWN
+
+USED = "already"
+"""In what Flower answers to a public key that it has had before."""
 
 
 def main(connection: str, work: Mapping[str, Any], write: Callable[[str], None]) -> None:
@@ -43,9 +46,15 @@ def main(connection: str, work: Mapping[str, Any], write: Callable[[str], None])
 
 
 def _register(client: Any, name: str, path: Path) -> str:
-    request = RegisterNodeRequest(public_key=_public_key(path), name=name)
-    with flwr_cli_exc_handler():
-        client.RegisterNode(request=request)
+    key = _public_key(path)
+    try:
+        with flwr_cli_exc_handler():
+            client.RegisterNode(request=RegisterNodeRequest(public_key=key, name=name))
+    except Exception as error:
+        if USED not in f"{getattr(error, 'message', '')} {error}":
+            raise
+        if not any(node.public_key == key for node in _nodes(client, name)):
+            return "Flower takes a public key once: make a new one with `fedguild federation key`"
     return ""
 
 
@@ -67,11 +76,16 @@ def _public_key(path: Path) -> bytes:
 
 def _revoke(client: Any, name: str) -> str:
     with flwr_cli_exc_handler():
-        nodes = client.ListNodes(ListNodesRequest()).nodes_info
-        ids = [node.node_id for node in nodes if node.name == name and not node.unregistered_at]
-        for id in ids:
-            client.UnregisterNode(request=UnregisterNodeRequest(node_id=id))
-    return "" if ids else UNKNOWN
+        nodes = _nodes(client, name)
+        for node in nodes:
+            client.UnregisterNode(request=UnregisterNodeRequest(node_id=node.node_id))
+    return "" if nodes else UNKNOWN
+
+
+def _nodes(client: Any, name: str) -> list[Any]:
+    """Returns what Flower knows of the registered nodes of a name."""
+    every = client.ListNodes(ListNodesRequest()).nodes_info
+    return [node for node in every if node.name == name and not node.unregistered_at]
 
 
 def _line(name: str, work: Callable[[], str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +27,14 @@ class UploadStore:
     """A folder of uploads waiting to be aggregated, so that memory holds one at a time; emptied when it is opened."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._next = folder, count()
         make_folder(folder)
         for leftover in folder.iterdir():
             leftover.unlink()
 
     def put(self, round: int, client: int, content: bytes) -> Path:
-        """Writes an upload and returns its path; replaces one of the same round and client."""
-        path = self._folder / f"round-{round:05d}-client-{client:05d}.upload"
+        """Writes an upload and returns its path, which no other has: a client that was asked twice may answer twice."""
+        path = self._folder / f"round-{round:05d}-client-{client:05d}-{next(self._next)}.upload"
         write_bytes(path, content)
         return path
 

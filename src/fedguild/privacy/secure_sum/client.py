@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from fedguild.core.errors import UploadError
 from fedguild.privacy.secure_sum import fixed_point
-from fedguild.privacy.secure_sum.form import Bits, Contribution, Form
+from fedguild.privacy.secure_sum.form import Bits, Contribution, Floats, Form
 from fedguild.privacy.secure_sum.graph import FEWEST_CLIENTS
 from fedguild.privacy.secure_sum.keys import (
     PrivateKey,
@@ -54,6 +54,10 @@ from fedguild.privacy.secure_sum.sizes import SEED_BYTES, SIGNATURE_BYTES
 LEAST_SHARE = 0.5
 """No client takes part where half of the clients could open two different sums."""
 HALVES = ("weights", "values")
+Once = Callable[[str, Sequence[int], Floats], None]
+"""Called before a sum is opened, with `weights` or `values`, the clients in the sum, and for the values what the server
+states of the weights. Raises UploadError if the same training has been in a sum from which that one must not differ.
+"""
 
 
 class ClientSession:
@@ -67,8 +71,7 @@ class ClientSession:
         registered: Client index -> registered public key, from a source that is not the server.
         least: Fewest clients among whom this one hides, whatever the server says.
         trained: [32 bytes] digest of what it was told to train, as far as it is the same for all clients.
-        once: Called before anything is opened, with `weights` or `values` and the clients in the sum; raises
-            UploadError if the same training has been in a sum from which that one must not differ.
+        once: Called before anything is opened; see `Once`.
 
     Raises:
         UploadError: the session is not one that a client may take part in.
@@ -84,7 +87,7 @@ class ClientSession:
         registered: Mapping[int, PublicKey],
         least: int = FEWEST_CLIENTS,
         trained: bytes = bytes(DIGEST_BYTES),
-        once: Callable[[str, Sequence[int]], None] | None = None,
+        once: Once | None = None,
     ) -> None:
         if session.form != form.digest():
             raise UploadError("the server sums something else than this client's method")
@@ -92,7 +95,7 @@ class ClientSession:
             raise UploadError("the server asks for an aggregation that protects too little")
         self.client, self.session, self.form, self.numbers = client, session, form, numbers
         self._identity, self._registered, self._least = identity, registered, max(least, FEWEST_CLIENTS)
-        self._trained, self._once = trained, once or (lambda half, clients: None)
+        self._trained, self._once = trained, once or (lambda half, clients, stated: None)
         self._context = session.context()
         self._done = 0
         self._seeds = [secrets.token_bytes(SEED_BYTES) for _ in range(4)]
@@ -186,7 +189,7 @@ class ClientSession:
 
     def _open_weights(self, request: Arrays) -> dict[str, NDArray[Any]]:
         self._weighed = self._still(list_in(request, "clients"), self._shared)
-        self._once(HALVES[0], self._weighed)
+        self._once(HALVES[0], self._weighed, np.zeros(0))
         return self._opened(0, self._shared, self._weighed, 0)
 
     def _send(self, request: Arrays) -> dict[str, NDArray[Any]]:
@@ -195,6 +198,7 @@ class ClientSession:
         words = array_in(request, "sums", np.uint64, (self.form.word_count,))
         sums = fixed_point.weight_sums(self.form, words)
         self._require_true_counts(sums.counts)
+        self._stated = np.concatenate([sums.totals, sums.ranges])
         self._transcript = transcript(self._roster, self._shared, self._weighed, words)
         held = np.sum([self._holds(peer) for peer in self._weighed], axis=0)
         self._large = held >= self.session.fewest
@@ -239,7 +243,7 @@ class ClientSession:
             if key is None:
                 raise UploadError(f"no key of client {peer} is known here")
             verify(key, agreement(self._transcript, self._sent), signature, f"whom client {peer} was told is left")
-        self._once(HALVES[1], sent)
+        self._once(HALVES[1], sent, self._stated)
         level = lowest_open(len(self._weighed) - len(sent), self._survived)
         return self._opened(1, self._weighed, sent, SECRETS + level)
 

@@ -30,6 +30,8 @@ RANGE_UNIT = 2.0**-30
 SHARE_UNIT = 2.0**-51
 LARGEST_VALUE = 1e6
 """The largest magnitude that a client sends, as the server accepts it of a plain upload."""
+_ROUNDING = 2.0**-50
+"""Relative error of a sum of weights in fp64, with room to spare."""
 LEAST_SHARE = 2.0**-10
 """Where the clients that are left have less of the weight, the mean is too coarse, and there is none."""
 
@@ -97,8 +99,15 @@ def value_words(form: Form, numbers: Contribution, sums: WeightSums, clients: in
         sums: Of the first half.
         clients: Number of clients in the first half.
         fewest: Weights that fewer clients have count as 0.
+
+    Raises:
+        UploadError: a stated sum is smaller than what this client alone has in it. All clients divide by the stated
+            sum; were one of them to stop at a share of 1, the sums of two sessions would tell the clients apart.
     """
     shares = _shares(form, numbers, sums, fewest)
+    largest = [_largest(form, numbers, _weights(form, numbers), name) for name in form.names]
+    if bool((np.array(largest, dtype=np.float64) > sums.ranges).any()):
+        raise UploadError("the server states a smaller range of the values than this client's own")
     words = np.rint(shares / SHARE_UNIT).astype(np.uint64)
     words += (shares > 0).astype(np.uint64) << np.uint64(COUNT_BIT)
     values = np.zeros(form.value_count, dtype=np.uint32)
@@ -222,6 +231,8 @@ def _shares(form: Form, numbers: Contribution, sums: WeightSums, fewest: int) ->
     """Returns [weights] alpha."""
     weights = _weights(form, numbers)
     counted = (sums.counts >= fewest) & (sums.totals > 0)
+    if bool((counted & (weights > sums.totals * (1 + _ROUNDING))).any()):
+        raise UploadError("the server states a smaller sum of the weights than this client's own weight")
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.where(counted, np.minimum(weights / sums.totals, 1.0), 0.0)
 
