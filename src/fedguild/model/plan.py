@@ -33,6 +33,7 @@ class AdapterPlan:
         beside: The plan of further slots that a client holds while it trains (`Cohort.afresh`), so that memory suffices
             for both; None for none.
         beside_until: The last round in which it holds them; None for all rounds.
+        buffers: Number of further values, in fp32, that a client holds while it trains.
     """
 
     parts: tuple[AdapterPart, ...]
@@ -40,6 +41,7 @@ class AdapterPlan:
     merges: bool = False
     beside: AdapterPlan | None = field(default=None, compare=False)
     beside_until: int | None = field(default=None, compare=False)
+    buffers: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         if self.active_experts is not None and self.active_experts < 1:

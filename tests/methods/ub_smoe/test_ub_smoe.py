@@ -15,6 +15,7 @@ from fedguild.config.training import TrainingSettings
 from fedguild.core.payload import ADAPTER, Payload
 from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded
+from fedguild.measuring.costs.memory import memory
 from fedguild.methods.ub_smoe import UbSmoe, UbSmoeSettings
 from fedguild.methods.ub_smoe.names import PHI, PSEUDO_GRADIENT, UTILISATION
 from fedguild.model.backbone import Backbone
@@ -253,6 +254,19 @@ def test_without_pseudo_gradients_nothing_of_them_is_left(olmoe_backbone: Backbo
                 before = state.tensors[f"adapter/{name}"]
                 assert torch.equal(value[idle], before[idle])
                 assert not torch.equal(value[~idle], before[~idle])
+
+
+def test_a_plan_counts_the_pseudo_gradients_that_a_client_holds(olmoe_backbone: Backbone) -> None:
+    with_them, without = (UbSmoe(UbSmoeSettings(pseudo_gradient=kind)) for kind in ("batch", "none"))
+    state = with_them.start(olmoe_backbone.info, Roster([SMALL], [client(0, SMALL)]), torch_rng(0, "start"))
+    held = sum(value.numel() for value in state.part(PSEUDO_GRADIENT).values())
+    assert with_them.plan(olmoe_backbone.info, SMALL).buffers == held > 0
+    assert without.plan(olmoe_backbone.info, SMALL).buffers == 0
+    estimates = [
+        memory(olmoe_backbone.info, method.plan(olmoe_backbone.info, SMALL), 64, dtype=torch.float32, slots=3)
+        for method in (with_them, without)
+    ]
+    assert estimates[0].total_bytes - estimates[1].total_bytes == 3 * 4 * held
 
 
 def test_without_modulation_there_is_no_phi(olmoe_backbone: Backbone, tmp_path: Path) -> None:

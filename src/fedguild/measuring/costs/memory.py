@@ -28,7 +28,8 @@ class Memory:
 
     Attributes:
         weights_bytes: The backbone, once for all clients.
-        adapters_bytes: The adapters, at the shapes in which they are stored: in fp32, and in the dtype of the products.
+        adapters_bytes: The adapters, at the shapes in which they are stored: in fp32, and in the dtype of the products;
+            and what a method holds beside them (`AdapterPlan.buffers`).
         gradients_bytes: Their gradients.
         optimizer_bytes: The optimizer's moments.
         activations_bytes: Activations and logits.
@@ -134,7 +135,7 @@ def memory(
     passing = of_layer * (casts + (TRAINABLE_BYTES if form.accumulation > 1 else 0))
     return Memory(
         weights_bytes=weight_bytes(model, dtype, four_bit=four_bit),
-        adapters_bytes=every * (TRAINABLE_BYTES + casts) * held,
+        adapters_bytes=every * (TRAINABLE_BYTES + casts) * held + slots * TRAINABLE_BYTES * plan.buffers,
         gradients_bytes=every * TRAINABLE_BYTES * gradients,
         optimizer_bytes=optimizer,
         activations_bytes=activations,

@@ -41,6 +41,7 @@ Beside the algorithm: the figures of a round are in observations.py, the measure
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, Self
 
@@ -192,7 +193,12 @@ class UbSmoe(Method):
         settings = self.settings
         lora = settings.lora
         routing = ModulatedRouting(settings.modulation, settings.candidates, settings.gating, settings.phi == "learned")
-        return AdapterPlan((lora, routing), require_within_top_k(model, budget))
+        pseudo_gradients = experts_of(lora.shapes(model)) if self.injects else {}
+        return AdapterPlan(
+            (lora, routing),
+            require_within_top_k(model, budget),
+            buffers=sum(map(math.prod, pseudo_gradients.values())),
+        )
 
     def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1."""

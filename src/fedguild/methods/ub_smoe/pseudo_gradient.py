@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from fedguild.model.targets import layer_of
 Scaling = Literal["none", "root", "linear", "inverse_root", "log"]
 Inactivity = Literal["batch", "token", "none"]
 Norm = Literal["published", "expert"]
+Value = TypeVar("Value")
 
 
 def pseudo_gradient(before: Mapping[str, Tensor], after: Mapping[str, Tensor], step_size: float) -> dict[str, Tensor]:
@@ -225,6 +226,6 @@ class ExpertGradients:
         self._injected[1] += (norms > 0).sum(-1)
 
 
-def experts_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def experts_of(tensors: Mapping[str, Value]) -> dict[str, Value]:
     """Returns the LoRA of the experts: `….experts.up_proj.lora_A`, not that of attention or routers."""
     return {name: value for name, value in tensors.items() if ".experts." in name}
