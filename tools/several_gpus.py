@@ -36,25 +36,20 @@ def rank_bytes(
     plan: AdapterPlan,
     tokens: int,
     ranks: int,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    checkpointing: bool = True,
-    slots: int = 1,
 ) -> int:
-    """Returns an estimate of the peak memory of one rank's training step.
+    """Returns an estimate of the peak memory of one rank's training step, in bf16, of one client with checkpointing.
 
     Args:
-        plan: The plan of each client.
-        tokens: Tokens of each client's share of a forward pass.
-        slots: Clients that a rank trains at once.
+        plan: The client's plan.
+        tokens: Tokens of a forward pass.
     """
     layers = layer_parameters(model)
     split, whole = sum(layers), model.parameters - sum(layers)
     held = whole + -(-split // ranks)
     if ranks > 1:
         held += GATHERED_LAYERS * max(layers)
-    clients = memory(model, plan, tokens, dtype=dtype, checkpointing=checkpointing, slots=slots)
-    return dtype.itemsize * held + clients.cohort_bytes
+    client = memory(model, plan, tokens, dtype=torch.bfloat16, checkpointing=True)
+    return torch.bfloat16.itemsize * held + client.cohort_bytes
 
 
 def fewest_gpus(model: ModelInfo, plan: AdapterPlan, tokens: int, gpu_bytes: int) -> int | None:

@@ -161,7 +161,7 @@ def test_no_other_look_at_the_examples_is_possible(private_cohort: Cohort) -> No
         lambda: next(private_cohort.steps()),
         lambda: next(private_cohort.passes([private_cohort.work[0].examples])),
         lambda: private_cohort.hold_out(0, 0.5, 3),
-        lambda: second_training(private_cohort, SETTINGS, "again"),
+        lambda: second_training(private_cohort, SETTINGS),
     ]
     for look in looks:
         with pytest.raises(ConfigError, match=r"privacy\.unit is example"):

@@ -99,14 +99,14 @@ def score_grid(cells: Mapping[str, Sequence[CellRecord]], table: Table) -> Grid:
     header = [Cell("row"), *(Cell(TITLES.get(name, name)) for name in columns)]
     header += [Cell(heading(name)) for name in shows]
     header += [*SPENT, Cell("seeds")]
-    body = []
+    body, costs = [], spent(cells)
     for row, members in cells.items():
         line = [Cell(row)]
         for name in columns:
             scored = [record.scores[name] for record in members if name in record.scores]
             line.append(Cell(units.score_spread(spread(scored) if scored else None), strong=_best(cells, name) == row))
         line += [Cell(first_to_last([record.observations.get(name, {}) for record in members])) for name in shows]
-        line += [*spent(members), Cell(str(len(members)))]
+        line += [*costs[row], Cell(str(len(members)))]
         body.append(tuple(line))
     last = next(iter(_all(cells)))
     title = f"{last.split.capitalize()} scores after round {last.round}, mean ± sample deviation over the seeds"

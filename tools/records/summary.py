@@ -8,7 +8,7 @@ from statistics import fmean
 
 from fedguild.config.table import ONLY_COLUMN, Table
 from fedguild.core.score_names import MEAN, TITLES
-from fedguild.measuring.scores.statistics import spread
+from fedguild.measuring.scores.statistics import mean_of_known, spread
 from fedguild.report import units
 from fedguild.report.grid import Cell, Grid
 from tools.records.cells import CellRecord, perplexities
@@ -45,10 +45,18 @@ SPENT = (Cell("training FLOPs"), Cell("up"), Cell("down"))
 """Headings of `spent`."""
 
 
-def spent(records: Sequence[CellRecord]) -> tuple[Cell, ...]:
-    """Returns a client's training FLOPs, upload and download over a run, means over the records that have them."""
-    flops, up, down = (_mean(cost_of(one, name) for one in records) for name in ("FLOPs", "up", "down"))
-    return Cell(units.si(flops)), Cell(units.byte_count(up)), Cell(units.byte_count(down))
+def spent(rows: Mapping[str, Sequence[CellRecord]]) -> dict[str, tuple[Cell, ...]]:
+    """Returns row -> a client's training FLOPs, upload and download over a run, means over the seeds.
+
+    Clients have other data with another seed, so the means are over the seeds that all rows have, where there are any.
+    """
+    common = set.intersection(*({one.seed for one in members} for members in rows.values()))
+    found: dict[str, tuple[Cell, ...]] = {}
+    for row, members in rows.items():
+        chosen = [one for one in members if not common or one.seed in common]
+        flops, up, down = (mean_of_known(cost_of(one, name) for one in chosen) for name in ("FLOPs", "up", "down"))
+        found[row] = (Cell(units.si(flops)), Cell(units.byte_count(up)), Cell(units.byte_count(down)))
+    return found
 
 
 def by_row(table: Table, records: Iterable[CellRecord]) -> dict[str, list[CellRecord]]:
@@ -72,6 +80,7 @@ def summary_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
     header = [Cell("row"), *(Cell(TITLES[table.score] if name == ONLY_COLUMN else name) for name in columns)]
     header += [*SPENT, Cell("seeds")]
     body = []
+    costs = spent(by_row(table, [record for record in records if record.column == columns[-1]]))
     for row, members in by_row(table, records).items():
         score = table.scores[row]
         line = [Cell(row if score == table.score else f"{row} ({TITLES[score]})")]
@@ -79,8 +88,7 @@ def summary_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
             of_column = [one for one in members if one.column == column]
             scored = [one.scores[score] for one in of_column if score in one.scores]
             line.append(Cell(units.score_spread(spread(scored) if scored else None) + _perplexity(of_column, score)))
-        last = [record for record in members if record.column == columns[-1]]
-        line += spent(last)
+        line += costs.get(row, [Cell(units.MISSING)] * len(SPENT))
         seeds = {sum(one.column == column for one in members) for column in columns}
         line.append(Cell(str(seeds.pop()) if len(seeds) == 1 else f"{min(seeds)} to {max(seeds)}"))
         body.append(tuple(line))
@@ -180,9 +188,3 @@ def times(ratio: float) -> str:
     if ratio >= 10:
         return f"{ratio:.0f}"
     return f"{ratio:.2f}" if ratio == 0 or ratio >= 0.01 else f"{ratio:.1g}"
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    """Returns the mean of those that are known; None without one."""
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None

@@ -37,11 +37,18 @@ from fedguild.cli import (
 from fedguild.cli.example_command import ExampleCommand
 from fedguild.cli.output import explain
 from fedguild.config.renamed import OPTIONS
-from fedguild.core.errors import ConfigError, DivergedError, FedGuildError, first_line, is_out_of_memory, nearest
+from fedguild.core.errors import (
+    INTERRUPTED,
+    USER_ERROR,
+    ConfigError,
+    DivergedError,
+    FedGuildError,
+    first_line,
+    is_out_of_memory,
+    nearest,
+)
 
-USER_ERROR = 2
 DIVERGED = 3
-INTERRUPTED = 130
 
 
 @dataclass

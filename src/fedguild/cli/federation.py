@@ -13,7 +13,7 @@ from fedguild.cli.example_command import ExampleCommand
 from fedguild.cli.options import JsonOption, OverridesArgument
 from fedguild.cli.output import note, show, show_json
 from fedguild.cli.watch import WatchOption, watching
-from fedguild.core.errors import ConfigError
+from fedguild.core.errors import INTERRUPTED, ConfigError
 from fedguild.core.layout import client_name
 
 app = typer.Typer(
@@ -22,8 +22,6 @@ app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
-INTERRUPTED = 130
-"""Exit status of a run that its operator stopped, as of a program that Ctrl-C ended."""
 ServerFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The server's folder.", show_default=False)]
 SiteFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="The client's folder.", show_default=False)]
 

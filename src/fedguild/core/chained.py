@@ -7,10 +7,12 @@ Other readers see plain JSON lines with one more field.
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import re
+from typing import IO
 
 SEAL = "seal"
+_CHUNK_BYTES = 2**16
 _DIGITS = 16
 _SUFFIX = re.compile(rb',"seal":"([0-9a-f]{16})"\}')
 _SUFFIX_BYTES = len(b',"seal":""}') + _DIGITS
@@ -61,5 +63,17 @@ def _seal(content: bytes, before: str) -> str:
     return hashlib.sha256(before.encode() + content).hexdigest()[:_DIGITS]
 
 
-def as_line(values: dict[str, object]) -> str:
-    return json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+def last_seal(stream: IO[bytes]) -> tuple[int, str]:
+    """Returns where the last complete line of a file ends, and its seal; `START` if it has none.
+
+    Reads the file from its end, as far as needed.
+    """
+    start, tail = stream.seek(0, os.SEEK_END), b""
+    while start > 0 and tail.count(b"\n") < 2:
+        step = min(_CHUNK_BYTES, start)
+        start -= step
+        stream.seek(start)
+        tail = stream.read(step) + tail
+    lines = tail[: tail.rfind(b"\n") + 1]
+    found = _SUFFIX.fullmatch(lines.rstrip(b"\n")[-_SUFFIX_BYTES:])
+    return start + len(lines), found[1].decode() if found else START

@@ -1,4 +1,4 @@
-"""The one error that FedGuild raises for anything its user can fix.
+"""The one error that FedGuild raises for anything its user can fix, and the exit statuses of its commands.
 
 Every message names the file or the setting, what was found, and what would be accepted. The command line prints it
 without a traceback; library users catch `FedGuildError`.
@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+
+USER_ERROR, INTERRUPTED = 2, 130
+"""Exit statuses of a command that ends in a `FedGuildError`, and of one that Ctrl-C ends."""
 
 
 class FedGuildError(Exception):

@@ -300,6 +300,14 @@ def split_by_need(
     return [pair for pair in planned if pair[0].client.index in chosen], left_out
 
 
+def in_order(left_out: dict[int, Delivery], deliveries: Iterator[Delivery]) -> Iterator[Delivery]:
+    """Yields deliveries, each after those of the clients before it that were left out."""
+    for delivered in deliveries:
+        yield from taken_before(left_out, delivered.task.client.index)
+        yield delivered
+    yield from taken_before(left_out)
+
+
 def taken_before(left_out: dict[int, Delivery], index: int | None = None) -> list[Delivery]:
     return [left_out.pop(client) for client in sorted(left_out) if index is None or client < index]
 

@@ -40,9 +40,9 @@ from fedguild.engines.cohorts import (
     Private,
     Trained,
     delivery,
+    in_order,
     plan_groups,
     split_by_need,
-    taken_before,
 )
 from fedguild.engines.ray_actor import CohortActor, Plain, decode_result, idle_job, job_of, merge_digest, pack_examples
 from fedguild.engines.ray_cluster import actors_on, connect, place, require_room
@@ -170,10 +170,7 @@ class RayEngine:
             FedGuildError: a device's memory is too small for one client, or a client's memory cannot be written.
         """
         planned, left_out = split_by_need(method, model, tasks, terms, self.seed)
-        for delivered in self._deliveries(method, planned, terms.deadline_seconds):
-            yield from taken_before(left_out, delivered.task.client.index)
-            yield delivered
-        yield from taken_before(left_out)
+        yield from in_order(left_out, self._deliveries(method, planned, terms.deadline_seconds))
 
     def close(self) -> None:
         for team in self._teams:

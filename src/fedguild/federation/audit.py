@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from filelock import FileLock
 
@@ -20,8 +20,6 @@ from fedguild.core import chained
 from fedguild.core.errors import CheckpointError
 from fedguild.core.files import PRIVATE_FILE, make_folder
 from fedguild.core.layout import AUDIT
-
-_CHUNK_BYTES = 2**16
 
 
 class AuditLog:
@@ -59,11 +57,11 @@ class AuditLog:
             FileLock(self.path.with_name(f".{AUDIT}.lock"), mode=PRIVATE_FILE),
             open(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE_FILE), "r+b", buffering=0) as stream,
         ):
-            end, last = _last_line(stream)
+            end, before = chained.last_seal(stream)
             stream.truncate(end)
-            before = str(json.loads(last)[chained.SEAL]) if chained.is_sealed(last) else chained.START
             for values in entries:
-                line, before = chained.sealed(chained.as_line({"time": time, "event": event, **values}), before)
+                entry = json.dumps({"time": time, "event": event, **values}, ensure_ascii=False, separators=(",", ":"))
+                line, before = chained.sealed(entry, before)
                 stream.write(line)
             os.fsync(stream.fileno())
 
@@ -85,15 +83,3 @@ class AuditLog:
                     "The lines before it are as they were; those after it prove nothing.",
                 ) from error
         return entries
-
-
-def _last_line(stream: IO[bytes]) -> tuple[int, bytes]:
-    """Returns where the last complete line ends, and that line; reads the file from its end, as far as needed."""
-    start, tail = stream.seek(0, os.SEEK_END), b""
-    while start > 0 and tail.count(b"\n") < 2:
-        step = min(_CHUNK_BYTES, start)
-        start -= step
-        stream.seek(start)
-        tail = stream.read(step) + tail
-    lines = tail[: tail.rfind(b"\n") + 1]
-    return start + len(lines), lines.rstrip(b"\n").rpartition(b"\n")[2]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fedguild.core.errors import FedGuildError
+from fedguild.core.errors import USER_ERROR, FedGuildError
 from fedguild.core.files import PRIVATE_FILE, make_folder
 from fedguild.core.text import without_colour
 from fedguild.federation.watchdog import Watchdog, dying_with_parent
@@ -21,8 +21,6 @@ LONGEST_PAUSE_SECONDS = 10.0
 GOOD_RUN_SECONDS = 60.0
 """A process that ran this long is restarted after the shortest pause."""
 PRIVATE_UMASK = 0o077
-USER_ERROR = 2
-"""Exit status of FedGuild's own commands for a fault that only the user can fix."""
 
 
 class Child:

@@ -43,7 +43,6 @@ from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
-from fedguild.client.held_out import mean_losses
 from fedguild.client.training import load_received, train
 from fedguild.core.errors import ConfigError
 from fedguild.core.payload import ADAPTER, Payload, with_part
@@ -210,3 +209,16 @@ def _nevergrad() -> Any:
             'Install the extra: pip install "fedguild[fusion]".',
         ) from error
     return nevergrad
+
+
+@torch.no_grad()
+def mean_losses(cohort: Cohort, examples: Sequence[Sequence[Encoded]]) -> list[float]:
+    """Returns every slot's mean negative log-likelihood over its response tokens, in nats; 0 if it has none."""
+    sums = torch.zeros(len(examples), dtype=torch.float64)
+    counts = torch.zeros(len(examples), dtype=torch.float64)
+    for batch in cohort.batches(examples):
+        losses = cohort.model.token_losses(batch).cpu().double()
+        sums.index_add_(0, batch.group, losses)
+        counts.index_add_(0, batch.group, torch.ones_like(losses))
+    means: list[float] = (sums / counts.clamp(min=1)).tolist()
+    return means

@@ -43,7 +43,7 @@ from fedguild.model.plan import AdapterPlan, initial_adapter
 from fedguild.server.aggregation import WeightedMean
 from fedguild.server.limits import active_experts_of
 from fedguild.server.low_rank import Factors, by_module, stack
-from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echo, merges, no_merges
+from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echoed, merges, no_merges, with_echo
 from fedguild.server.method import GLOBAL, Deployment, Facts, Method, Own, Roster, ServerCosts
 from fedguild.server.schema import Schema
 from fedguild.server.settings import DropoutLoraSettings, Weights
@@ -103,8 +103,7 @@ class FedExLoRA(Method):
     def local_update(self, cohort: Cohort) -> list[Payload]:
         """Lines 3 and 4."""
         load_received(cohort)
-        trained = zip(train(cohort), cohort.work, strict=True)
-        return [Payload(upload.tensors, echo(work.download)) for upload, work in trained]
+        return echoed(train(cohort), cohort.work)
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 5 and 6; holds all uploads, as the residual needs the average first."""
@@ -122,7 +121,7 @@ class FedExLoRA(Method):
 
     def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
         """Returns the default, and the version that the client trained on."""
-        return Schema(super().schema(model, client, download, round_index).tensors, echo(download))
+        return with_echo(super().schema(model, client, download, round_index), download)
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the global A, B on the backbone with all residuals."""

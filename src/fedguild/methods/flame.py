@@ -33,7 +33,8 @@ Readings and deviations (docs/methods/flame.md):
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, TypeVar
 
 import torch
 from pydantic import Field
@@ -43,22 +44,30 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.cohort import Cohort
 from fedguild.client.training import activation_frequency, load_received, train
 from fedguild.core.payload import ADAPTER, ROUTING, Payload
+from fedguild.model.adapters.output_scale import SHARED, OutputScale
+from fedguild.model.adapters.part import AdapterPart
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter, trainable_shapes
 from fedguild.server.aggregation import activation_weights
 from fedguild.server.limits import require_within_top_k
 from fedguild.server.method import GLOBAL, RUNNING_MEAN, Deployment, Facts, Method, Observation, Own, Roster
-from fedguild.server.rescaler import RESCALER, Rescaler, scale_observations, scale_parts, split_scales
 from fedguild.server.schema import Bound, Schema, entries
 from fedguild.server.settings import LoraSettings, Targets
 from fedguild.server.terms import Terms, Upload, mean_by_expert, mean_of_budget
+
+RESCALER = "rescaler"
+"""The part with s: in the state, `budget/{name}/rescaler/…` with the mean of every budget's clients."""
+Value = TypeVar("Value")
 
 
 class FlameSettings(LoraSettings):
     """The options of FLAME; the LoRA rank is the same for every budget."""
 
     targets: Targets = ("attention", "router", "experts")
-    rescaler: Rescaler = "per_layer"
+    rescaler: Literal["per_layer", "shared", "static", "none"] = Field(
+        "per_layer",
+        description="s_i: learned per layer, one learned number, the static ratio k / k_i, or none (FLAME, Table 5)",
+    )
     temperature: float = Field(2.0, ge=0, description="t of Eq. 6; 0 averages by size, and the paper advises 2 to 4")
     frequency: Literal["token", "step"] = Field(
         "token", description="what a_i^j / S_i counts: tokens, or optimizer steps with at least one activation"
@@ -85,7 +94,15 @@ class Flame(Method):
         """Returns LoRA at full rank with the budget's k_i active experts and the rescaler s_i."""
         model.require_experts("FLAME")
         settings, active = self.settings, require_within_top_k(model, budget)
-        return AdapterPlan((settings.lora, *scale_parts(settings.rescaler, model.top_k / active)), active)
+        return AdapterPlan((settings.lora, *self._rescaler(model.top_k / active)), active)
+
+    def _rescaler(self, ratio: float) -> tuple[AdapterPart, ...]:
+        """Returns the part of a plan with s_i, whose static value is k / k_i; nothing for `none`."""
+        if self.settings.rescaler == "none":
+            return ()
+        return (
+            OutputScale("fixed", ratio) if self.settings.rescaler == "static" else OutputScale(self.settings.rescaler),
+        )
 
     def start(self, model: ModelInfo, roster: Roster, rng: torch.Generator) -> Payload:
         """Line 1; every budget's mean s starts at 1."""
@@ -120,8 +137,15 @@ class Flame(Method):
         return activation_weights(frequency, upload.client.examples, self.settings.temperature)
 
     def observe(self, state: Payload, model: ModelInfo) -> list[Observation]:
-        """Returns the mean s of every budget's clients, by layer."""
-        return scale_observations(state)
+        """Returns the mean s of every budget's clients, by layer; nothing where none is learned."""
+        by_budget: dict[str, list[Tensor]] = {}
+        for name, scale in state.part("budget").items():
+            by_budget.setdefault(name.partition("/")[0], []).append(scale.reshape(()))
+        if not by_budget:
+            return []
+        values = torch.stack([torch.stack(scales) for scales in by_budget.values()])
+        layers = [f"layer {index}" for index in range(values.shape[1])] if values.shape[1] > 1 else ["all layers"]
+        return [Observation("rescaler s, mean of a budget's clients", values, list(by_budget), layers)]
 
     def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
         """Returns A_i, B_i, s_i and a_i / S_i, each at most 1; of tokens, a layer's sum to k_i at most."""
@@ -134,3 +158,9 @@ class Flame(Method):
         """Returns the global LoRA with the budget's k_i, and the client's own s_i or the mean of its budget's."""
         mean_scales = state.part(f"budget/{budget.name}/{RESCALER}")
         return Deployment(self.plan(model, budget), {**state.part(ADAPTER), **mean_scales, **own.kept.tensors})
+
+
+def split_scales(tensors: Mapping[str, Value]) -> tuple[dict[str, Value], dict[str, Value]]:
+    """Returns an adapter without its output scales, and these."""
+    scales = {name: value for name, value in tensors.items() if name.endswith(SHARED)}
+    return {name: value for name, value in tensors.items() if name not in scales}, scales

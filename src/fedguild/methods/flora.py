@@ -39,7 +39,7 @@ from fedguild.core.seeding import new_seed
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
 from fedguild.server.low_rank import weighted_product
-from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echo, merges, no_merges
+from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echoed, merges, no_merges, with_echo
 from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, Roster, ServerCosts
 from fedguild.server.schema import Schema
 from fedguild.server.settings import AnyRanksSettings
@@ -93,8 +93,7 @@ class Flora(Method):
         model = cohort.model
         for slot, (work, plan) in enumerate(zip(cohort.work, model.plans, strict=True)):
             cohort.load(slot, fresh_adapter(model.backbone.info, plan, int(work.download.scalars[ADAPTER_SEED])))
-        trained = zip(train(cohort), cohort.work, strict=True)
-        return [Payload(upload.tensors, echo(work.download)) for upload, work in trained]
+        return echoed(train(cohort), cohort.work)
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Line 4; holds all uploads, as the stack does."""
@@ -107,7 +106,7 @@ class Flora(Method):
 
     def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
         """Returns the default, and the version that the client trained on."""
-        return Schema(super().schema(model, client, download, round_index).tensors, echo(download))
+        return with_echo(super().schema(model, client, download, round_index), download)
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the merged backbone, whole for every budget, under an adapter of zeros."""

@@ -47,7 +47,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, trainable_shapes, zero_adapter
 from fedguild.server.aggregation import pad_rank
 from fedguild.server.low_rank import Factors, Svd, by_module, decompose, named, weighted_product
-from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echo, merges, no_merges
+from fedguild.server.merge_history import HISTORY_COST, appended, delivery, echoed, merges, no_merges, with_echo
 from fedguild.server.method import GLOBAL, Deployment, Facts, Method, NotPrivate, Own, Roster, ServerCosts
 from fedguild.server.schema import Schema
 from fedguild.server.settings import AnyRanksSettings
@@ -118,8 +118,7 @@ class Florist(Method):
             fresh = fresh_adapter(model.backbone.info, plan, int(work.download.scalars[ADAPTER_SEED]))
             pair = work.download.part(PAIR)
             cohort.load(slot, at_rank(pair, fresh, plan.lora.scale) if pair else fresh)
-        trained = zip(train(cohort), cohort.work, strict=True)
-        return [Payload(upload.tensors, echo(work.download)) for upload, work in trained]
+        return echoed(train(cohort), cohort.work)
 
     def aggregate(self, state: Payload, uploads: Iterable[Upload]) -> Payload:
         """Lines 4 to 7; holds all uploads, but one module's stack at a time."""
@@ -139,7 +138,7 @@ class Florist(Method):
 
     def schema(self, model: ModelInfo, client: ClientInfo, download: Payload, round_index: int = 0) -> Schema:
         """Returns the default, and the version that the client trained on."""
-        return Schema(super().schema(model, client, download, round_index).tensors, echo(download))
+        return with_echo(super().schema(model, client, download, round_index), download)
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
         """Returns the backbone with all pairs merged, or the whole newest pair on it; the same for every budget."""

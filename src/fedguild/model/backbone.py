@@ -353,7 +353,6 @@ def make_backbone(
             family.prepare(model)
     if gradient_checkpointing:
         _checkpoint_layers(model, name)
-    _require_padding(tokenizer)
     runtime = Runtime()
     layers = moe_layers(model, family, runtime) if family else []
     if family and layers:
@@ -374,11 +373,6 @@ def make_backbone(
     speed_up_frozen_linears(model)
     device = next(model.parameters()).device if ranks is None else ranks.device
     return Backbone(model, tokenizer, info, layers, runtime, device, dtype, packs, ranks=ranks)
-
-
-def _require_padding(tokenizer: Any) -> None:
-    if tokenizer is not None and tokenizer.pad_token_id is None:
-        tokenizer.pad_token = tokenizer.eos_token
 
 
 def _checkpointed_layers(model: nn.Module) -> list[Any]:

@@ -165,13 +165,15 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
 
 
-class _quiet:  # noqa: N801 - reads as a statement: `with _quiet():`
-    """Keeps transformers' progress bars out of FedGuild's output."""
-
-    def __enter__(self) -> None:
-        self._level = transformers_logging.get_verbosity()
-        transformers_logging.set_verbosity_error()
-        transformers_logging.disable_progress_bar()
-
-    def __exit__(self, *_: object) -> None:
-        transformers_logging.set_verbosity(self._level)
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps transformers' messages and progress bars out of FedGuild's output during the block."""
+    level, shows_bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if shows_bars:
+            transformers_logging.enable_progress_bar()

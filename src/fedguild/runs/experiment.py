@@ -23,6 +23,7 @@ from fedguild.core.progress import Progress, Silent
 from fedguild.core.sealed import remove_leftovers
 from fedguild.data.rendering import count_cut_prompts
 from fedguild.measuring.log.activity import ActivityLog, noted
+from fedguild.measuring.log.folder import config_of
 from fedguild.measuring.log.index import REPORT_FILE
 from fedguild.measuring.log.records import (
     EvaluationRecord,
@@ -228,7 +229,6 @@ def restore(
     output: Path,
     round: int | None = None,
     *,
-    progress: Progress | None = None,
     metrics: Mapping[str, Metric] | None = None,
 ) -> tuple[Experiment, Payload, int]:
     """Returns a run with its state after a round, and the round's number.
@@ -246,7 +246,7 @@ def restore(
         raise CheckpointError(f"{output} has no complete round yet.", f"Continue with `fedguild resume {output}`.")
     saved = checkpoint.load(output / CHECKPOINTS, number, fingerprint=config.fingerprint())
     known = dict.fromkeys(config.evaluation.metrics, lambda *_: 0.0) if metrics is None else metrics
-    experiment = prepare(config, output, progress, metrics=known, trains=False, scores=metrics is not None)
+    experiment = prepare(config, output, None, metrics=known, trains=False, scores=metrics is not None)
     return experiment, saved.state, number
 
 
@@ -634,10 +634,4 @@ def _told_cut(experiment: Experiment) -> dict[str, int]:
 
 
 def _written_config(folder: Path) -> Config:
-    path = folder / CONFIG
-    if not path.is_file():
-        raise CheckpointError(
-            f"{folder} is not the folder of a run: it has no config.yaml.",
-            "Give the folder that `fedguild run` wrote, for example runs/flame-tiny-tasks.",
-        )
-    return load_saved(path)
+    return load_saved(config_of(folder))

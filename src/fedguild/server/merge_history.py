@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
+from fedguild.client.cohort import LocalWork
 from fedguild.client.merge_ledger import DIGEST, FOLDED, MERGE, VERSION, by_version, digest, merge_version
 from fedguild.core.packing import pack
 from fedguild.core.payload import Payload, Scalar, with_part
 from fedguild.model.folding import CHANGE, dense_sizes, folded
 from fedguild.server.low_rank import Factors, named
+from fedguild.server.schema import Schema
 from fedguild.server.terms import Upload
 
 HOLDERS, HELD = "server/merge_holders", "merge_held"
@@ -66,6 +68,16 @@ def delivery(state: Payload, client: ClientInfo) -> Payload:
 
 def _scalars(state: Payload, *names: str) -> dict[str, Scalar]:
     return {name: state.scalars[name] for name in names if name != FOLDED or name in state.scalars}
+
+
+def echoed(uploads: Iterable[Payload], work: Iterable[LocalWork]) -> list[Payload]:
+    """Returns uploads of a cohort with what `echo` has of each client's download in place of scalars."""
+    return [Payload(upload.tensors, echo(one.download)) for upload, one in zip(uploads, work, strict=True)]
+
+
+def with_echo(schema: Schema, download: Payload) -> Schema:
+    """Returns the schema of an upload that `echoed` returned."""
+    return Schema(schema.tensors, echo(download))
 
 
 def echo(download: Payload) -> dict[str, Scalar]:

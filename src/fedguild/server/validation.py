@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -216,7 +217,11 @@ def _check_scalars(scalars: Mapping[str, Scalar], expected: Mapping[str, Scalar 
 
 
 def unusable(error: Exception) -> str:
-    """Returns the failure of a client whose answer passed the checks, but raised an error where it was used."""
+    """Returns the failure of a client whose answer passed the checks, but raised an error where it was used.
+
+    The error may be FedGuild's own: its traceback is logged at level DEBUG.
+    """
+    logging.getLogger("fedguild").debug("an answer cannot be used", exc_info=error)
     return f"its answer cannot be used: {type(error).__name__}: {printable(str(error), 200)}"
 
 

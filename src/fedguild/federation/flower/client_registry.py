@@ -15,6 +15,7 @@ from fedguild.federation.flower.ipc import will_pass
 from fedguild.federation.flower.message import Message
 from fedguild.federation.flower.transport import NoReply, Transport
 from fedguild.federation.schema import HelloAnswer, read_metadata
+from fedguild.server.validation import unusable
 
 HELLO_SECONDS = 600.0
 """Time limit for a node to identify itself: its trainer may have to load the model first."""
@@ -211,7 +212,7 @@ class ClientRegistry:
         except UploadError as error:
             reason = error.message
         except Exception as error:
-            reason = f"its description of itself cannot be used: {type(error).__name__}"
+            reason = unusable(error)
         if reason or answer is None:
             self._refuse(node, name, reason or "its description of itself cannot be read")
             return

@@ -26,6 +26,7 @@ from fedguild.federation.flower.message import Message
 from fedguild.federation.flower.replies import Abandoned, UploadStore, training_report
 from fedguild.federation.flower.transport import NoReply, Transport
 from fedguild.federation.schema import HEADER_BYTES, REFUSED, MessageKind
+from fedguild.measuring.log.activity import NOT_CONNECTED
 from fedguild.model.info import ModelInfo
 from fedguild.privacy.secure_sum.session import STEPS, Session, Step
 from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, not_needed, too_late
@@ -48,7 +49,6 @@ SILENCE_SECONDS = 30.0
 """A client that has not replied for this long is asked whether it still has its task."""
 TTL_SECONDS = 7 * 86400.0
 """Lifetime of a task and its reply in Flower."""
-NOT_CONNECTED = "it is not connected"
 LOST_ITS_TASK = "it lost its task: it was restarted during the training"
 LARGEST_ANSWER: Mapping[MessageKind, int] = {
     "hello": HELLO_BYTES,

@@ -21,6 +21,8 @@ from fedguild.core.progress import Note, Progress, Silent
 
 STEP_SECONDS = 0.25
 """Training steps are written no more often than this."""
+NOT_CONNECTED = "it is not connected"
+"""Why a client was not asked, as the Flower engine says it and the watch page shows it."""
 ENDINGS = ("ended", "stopped", "interrupted", "failed")
 _LAST_BYTES = 1 << 16
 

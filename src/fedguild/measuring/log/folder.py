@@ -287,6 +287,20 @@ class Run(Described):
                         yield {"round": seen.round, "name": seen.name, "row": row, "column": column, "value": value}
 
 
+def config_of(folder: Path) -> Path:
+    """Returns the config's file in a run's folder.
+
+    Raises:
+        CheckpointError: it has none.
+    """
+    if not (folder / CONFIG).is_file():
+        raise CheckpointError(
+            f"{folder} is not the folder of a run: it has no config.yaml.",
+            "Give the folder that `fedguild run` wrote, for example runs/flame-tiny-tasks.",
+        )
+    return folder / CONFIG
+
+
 def load_run(folder: Path, *, needs_scores: bool = True) -> Run:
     """Reads a run folder.
 
@@ -296,12 +310,7 @@ def load_run(folder: Path, *, needs_scores: bool = True) -> Run:
     Raises:
         CheckpointError: the folder is not that of a run, a file of it is damaged, or it has no score yet.
     """
-    config_file = folder / CONFIG
-    if not config_file.is_file():
-        raise CheckpointError(
-            f"{folder} is not the folder of a run: it has no config.yaml.",
-            "Give the folder that `fedguild run` wrote, for example runs/flame.",
-        )
+    config_file = config_of(folder)
     records = RunLog(folder).read()
     evaluations = [record for record in records if isinstance(record, EvaluationRecord)]
     if needs_scores and not evaluations:

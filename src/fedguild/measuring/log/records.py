@@ -10,12 +10,11 @@ round and continue with the same lines as an uninterrupted run.
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Annotated, ClassVar, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
@@ -293,8 +292,6 @@ class RunLog:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / self.FILE
-        self._end = (0, chained.START)
-        """The length of the log after this object's last append, and the seal of its last line."""
 
     def append(self, *records: Record) -> None:
         """Writes the records and waits until they are on disk.
@@ -305,8 +302,9 @@ class RunLog:
         try:
             make_folder(self.path.parent)
             with open(self.path, "a+b", buffering=0, opener=_private) as stream:
-                end = _drop_incomplete_line(stream)
-                content, seal = _sealed_lines(records, self._last_seal(stream, end))
+                end, before = chained.last_seal(stream)
+                stream.truncate(end)
+                content = _sealed_lines(records, before)
                 try:
                     if stream.write(content) != len(content):
                         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -314,7 +312,6 @@ class RunLog:
                 except OSError:
                     stream.truncate(end)
                     raise
-            self._end = (end + len(content), seal)
         except OSError as error:
             raise FedGuildError(
                 f"Cannot write {self.path}: {error.strerror or error}.",
@@ -339,7 +336,7 @@ class RunLog:
         if not self.path.exists():
             return chained.START
         with open(self.path, "rb", buffering=0) as stream:
-            return self._last_seal(stream, stream.seek(0, os.SEEK_END))
+            return chained.last_seal(stream)[1]
 
     def truncate_after(self, round: int, seal: str | None = None) -> None:
         """Drops the records of every round after `round`, atomically.
@@ -365,20 +362,10 @@ class RunLog:
             )
         write_bytes(self.path, b"".join(lines if seal is None else lines[: seals.index(seal)]))
 
-    def _last_seal(self, stream: IO[bytes], end: int) -> str:
-        """Returns the seal of the last line of a log that is `end` bytes long."""
-        if end != self._end[0]:
-            stream.seek(0)
-            last = stream.read(end).rstrip(b"\n").rpartition(b"\n")[2]
-            if not chained.is_sealed(last):
-                return chained.START
-            return json.loads(last)[chained.SEAL]  # type: ignore[no-any-return]
-        return self._end[1]
-
     def _lines(self) -> list[tuple[Record, bytes]]:
         """Returns every complete record with its line, without its seal."""
         content = self.path.read_bytes() if self.path.exists() else b""
-        lines = content[: _complete_length(content)].split(b"\n")[:-1]
+        lines = content.split(b"\n")[:-1]
         records, seal = [], chained.START
         begun = False
         for number, line in enumerate(lines, start=1):
@@ -439,10 +426,9 @@ class FollowedLog:
         self._tail.close()
 
 
-def _sealed_lines(records: Sequence[Record], before: str) -> tuple[bytes, str]:
-    """Returns records as sealed lines, and the seal of the last."""
-    lines, seals = _chain([record.model_dump_json().encode() for record in records], before)
-    return b"".join(lines), seals[-1]
+def _sealed_lines(records: Sequence[Record], before: str) -> bytes:
+    lines, _ = _chain([record.model_dump_json().encode() for record in records], before)
+    return b"".join(lines)
 
 
 def _chain(contents: Sequence[bytes], before: str) -> tuple[list[bytes], list[str]]:
@@ -457,18 +443,3 @@ def _chain(contents: Sequence[bytes], before: str) -> tuple[list[bytes], list[st
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, PRIVATE_FILE)
-
-
-def _drop_incomplete_line(stream: IO[bytes]) -> int:
-    """Removes everything after the last newline; returns the remaining length."""
-    end = stream.seek(0, os.SEEK_END)
-    if end > 0:
-        stream.seek(end - 1)
-        if stream.read(1) != b"\n":
-            stream.seek(0)
-            end = stream.truncate(_complete_length(stream.read()))
-    return end
-
-
-def _complete_length(content: bytes) -> int:
-    return content.rfind(b"\n") + 1

@@ -9,6 +9,7 @@ from statistics import fmean
 from typing import Self
 
 from fedguild.core.score_names import joined
+from fedguild.measuring.scores.statistics import mean_of_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +70,8 @@ class Summary:
         nll = math.fsum(example.response_nll for example in examples)
         return cls(
             count=len(examples),
-            score=_mean(example.primary for example in examples),
-            accuracy=_mean(example.correct for example in examples),
+            score=mean_of_known(example.primary for example in examples),
+            accuracy=mean_of_known(example.correct for example in examples),
             metrics=_means(example.metrics for example in examples),
             perplexity=_exp(nll / tokens) if tokens else None,
             nats=nll / tokens if tokens else None,
@@ -114,11 +115,6 @@ def macro_f1(examples: Sequence[ExampleScore]) -> float | None:
         if said or meant:
             scores.append(2 * right / (said + meant))
     return fmean(scores)
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
 
 
 def _means(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
 
@@ -32,6 +32,12 @@ def spread(values: Sequence[float]) -> Spread:
     if not values:
         raise DataError("A mean over seeds needs at least one seed.")
     return Spread(fmean(values), stdev(values) if len(values) > 1 else 0.0, len(values))
+
+
+def mean_of_known(values: Iterable[float | None]) -> float | None:
+    """Returns the mean of those values that are known; None without one."""
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def half_width(values: Spread) -> float:

@@ -110,8 +110,8 @@ def mixture_product(
     return add_slot_rows(output, gated, up, counts), p, active
 
 
-def balance_loss(p: Tensor, active: Tensor, gating: Gating, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """Returns [S], |E| Σ_j f_j p̄_j of each slot's real tokens (Eq. 20), and the counts [S, n] behind f.
+def balance_loss(p: Tensor, active: Tensor, gating: Gating, tokens: Tokens) -> Tensor:
+    """Returns [S], |E| Σ_j f_j p̄_j of each slot's real tokens (Eq. 20).
 
     Args:
         p: [N, n] every expert's probability.
@@ -121,7 +121,7 @@ def balance_loss(p: Tensor, active: Tensor, gating: Gating, tokens: Tokens) -> t
     """
     counts = tokens.members @ active
     products = (tokens.members @ p * counts).sum(1)
-    return products * gating.held / (gating.top_k * tokens.count.square()), counts
+    return products * gating.held / (gating.top_k * tokens.count.square())
 
 
 class Stacked:

@@ -175,18 +175,12 @@ class Mixture:
     Attributes:
         part: The mixture's sizes and options.
         modules: Paths of the linear layers that have one.
-        activations: Module -> [S, b], the real tokens that activated each row in training passes
-            since the slot was assigned its experts.
     """
 
     def __init__(self, host: AdapterHost, parts: Sequence[MixtureOfLora]) -> None:
         self.part = parts[0]
         linears = self.part.linears(host.backbone.info)
         self.modules = tuple(linear.name for linear in linears)
-        shape = (host.slots, self.part.capacity)
-        self.activations = {
-            module: torch.zeros(shape, dtype=torch.int64, device=host.device) for module in self.modules
-        }
         self._host = host
         self._held: dict[str, list[tuple[int, ...]]] = {module: [()] * host.slots for module in self.modules}
         self._gatings: dict[str, Gating] = {}
@@ -219,7 +213,6 @@ class Mixture:
         for module, ids in held.items():
             self._held[module][slot] = tuple(ids)
             self._gatings.pop(module, None)
-            self.activations[module][slot] = 0
 
     def held(self, slot: int) -> dict[str, tuple[int, ...]]:
         """Returns module -> ids in the pool of the slot's rows; empty where none was assigned."""
@@ -265,18 +258,16 @@ class Mixture:
             tokens = self._tokens_of(current, hidden)
             gating = self._gating(module, current)
             total, p, active = mixture_product(output.flatten(0, -2), hidden, dropped, stored, gating, tokens, kept)
-            balance, counts = balance_loss(p, active, gating, tokens)
+            balance = balance_loss(p, active, gating, tokens)
             if self._host.backbone.runtime.counting:
-                self._note(module, hidden, balance, counts, tokens)
+                self._note(module, hidden, balance, tokens)
             return total.view_as(output)
 
         return hook
 
-    def _note(self, module: str, hidden: Tensor, balance: Tensor, counts: Tensor, tokens: Tokens) -> None:
+    def _note(self, module: str, hidden: Tensor, balance: Tensor, tokens: Tokens) -> None:
         """Stores the results of a pass."""
         self._balance[module] = balance
-        if torch.is_grad_enabled():
-            self.activations[module][:, : counts.shape[1]] += counts.to(torch.int64)
         if self._gathering is not None:
             self._gathering.add(module, hidden, tokens)
 

@@ -113,7 +113,7 @@ class PflMoe(Method):
     def _personalise(self, cohort: Cohort) -> None:
         """Lines 5 to 7, for all clients of the cohort at once; what they keep replaces what they kept before."""
         settings = self.settings
-        another = second_training(cohort, self._personal_training(cohort.settings), "personal")
+        another = second_training(cohort, self._personal_training(cohort.settings))
         for_gate = [  # line 5
             another.hold_out(slot, settings.gate_share, len(work.examples)) if len(work.examples) > 1 else []
             for slot, work in enumerate(cohort.work)

@@ -7,7 +7,7 @@ from fedguild.config.training import TrainingSettings
 from fedguild.core.seeding import derive
 
 
-def second_training(cohort: Cohort, settings: TrainingSettings, purpose: str) -> Cohort:
+def second_training(cohort: Cohort, settings: TrainingSettings) -> Cohort:
     """Returns the same clients in the same slots, for a training beside the round's own.
 
     Its optimizer and its reports are new; `add_cost` adds the reports. Its held-out examples, batches and dropout are
@@ -16,7 +16,6 @@ def second_training(cohort: Cohort, settings: TrainingSettings, purpose: str) ->
     Args:
         cohort: The clients.
         settings: The settings of this training.
-        purpose: Separates its randomness from the cohort's.
 
     Raises:
         ConfigError: the cohort trains with differential privacy per example, whose account is for one training.
@@ -27,7 +26,7 @@ def second_training(cohort: Cohort, settings: TrainingSettings, purpose: str) ->
         cohort.work,
         settings,
         round_index=cohort.round,
-        seed=derive(cohort.seed, purpose),
+        seed=derive(cohort.seed, "personal"),
         pad_id=cohort.pad_id,
     )
 

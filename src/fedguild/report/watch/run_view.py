@@ -16,7 +16,7 @@ from pydantic_core import from_json
 from fedguild.core.layout import client_index
 from fedguild.core.score_names import metric_name, scores_line
 from fedguild.core.tail import Tail
-from fedguild.measuring.log.activity import ActivityLog
+from fedguild.measuring.log.activity import NOT_CONNECTED, ActivityLog
 from fedguild.measuring.log.folder import FollowedRun
 from fedguild.measuring.log.records import ClientRecord, EvaluationRecord, PrivacyRecord, Record, RoundRecord
 from fedguild.measuring.log.standing import Standing, standing
@@ -24,7 +24,6 @@ from fedguild.report.watch.board import Board
 
 SHOWN_LINES = 400
 SHOWN_REJECTIONS = 200
-NOT_CONNECTED = "it is not connected"
 _CLIENT_SCOPES = ("client", "trained", "received")
 _ROUNDS_AVERAGED = 10
 _STANDING_SECONDS = 1.0
