@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,20 @@ def test_a_client_grafts_the_expert_that_rebuilds_its_layer_best(olmoe_backbone:
         moved = {name for name, value in memory.items() if not torch.equal(later[name], value)}
         assert moved
         assert not {source_name(layer.info.name) for layer in olmoe_backbone.moe} & moved
+
+
+def test_an_answer_that_was_not_preferred_chooses_no_expert(olmoe_backbone: Backbone, tmp_path: Path) -> None:
+    def choices(folder: str, rejected: tuple[int, ...]) -> list[int]:
+        federation = Federation(olmoe_backbone, flex(), [client(0, LARGE, 3)], tmp_path / folder)
+        if rejected:
+            pairs = [replace(row, rejected=Encoded(rejected, 1)) for row in federation.examples[0]]
+            federation.examples = {0: pairs}
+        federation.train(federation.start())
+        kept = federation.memory.load(federation.clients[0].name, 2).part(GRAFT)
+        return [int(kept[source_name(layer.info.name)]) for layer in olmoe_backbone.moe]
+
+    assert len({tuple(choices(str(token), (token,) * 40)) for token in (3, 5, 7)}) == 1
+    assert choices("pairs", (7,) * 40) == choices("alone", ())
 
 
 def test_choices_measured_at_once_have_the_losses_of_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:

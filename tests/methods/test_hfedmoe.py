@@ -72,12 +72,12 @@ def test_scores_and_choice_are_those_of_the_equations(
                 8 * index + expert for index in (0, 1) for expert in chosen[index][which].nonzero().flatten().tolist()
             }
             if scope == "model":
-                assert picked == oracle.best_set(values, allowed, round(share * 16))
+                assert picked == oracle.best_set(values, allowed, int(share * 16))
             else:
                 for index in (0, 1):
                     own = [one for one in allowed if one // 8 == index]
                     assert {one for one in picked if one // 8 == index} == oracle.best_set(
-                        values, own, round(share * 8)
+                        values, own, int(share * 8)
                     )
         scores.append([[oracle.importance(batch[0, index], e, 0.3) for e in range(8)] for index in (0, 1)])
         for key, seen_gates in batch.items():
@@ -106,6 +106,7 @@ def test_an_expert_of_negative_information_is_left_out_and_ties_go_to_the_first(
     values = torch.tensor([[0.3, -0.1, 0.3, float("-inf")], [0.2, 0.1, 0.4, 0.3]])
     assert within_budget(values, [1.0, 0.5]).tolist() == [[True, False, True, False], [False, False, True, True]]
     assert within_budget(values[:1], [0.1]).tolist() == [[True, False, False, False]]
+    assert within_budget(values[:1], [0.49]).tolist() == [[True, False, False, False]], "no more than the budget"
 
 
 def test_aggregation_is_that_of_the_equations(olmoe_backbone: Backbone) -> None:

@@ -32,17 +32,13 @@ def norm_of_products(matrices: Sequence[tuple[Tensor, Tensor]]) -> float:
 
 
 def padded_average(rows: list[list[list[float]]], weights: list[float], rank: int) -> list[list[float] | None]:
-    """Σ_k w_k pad(x_k) / Σ_k w_k by rank row, uniform where all weights are zero.
-
-    None for a row that no client with a weight holds.
+    """Σ_k w_k pad(x_k) / Σ_k w_k by rank row; None for a row that no client with a weight holds.
 
     Args:
         rows: [client][rank row][value], ranks differing by client.
         weights: One per client.
         rank: Rows of the result.
     """
-    if sum(weights) == 0:
-        weights = [1.0] * len(weights)
     width, total = len(rows[0][0]), sum(weights)
     result: list[list[float] | None] = []
     for row in range(rank):

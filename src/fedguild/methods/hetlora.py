@@ -23,13 +23,13 @@ Readings and deviations (docs/methods/hetlora.md):
     - A client prunes where the product fell strictly below the received one. In its first round B = 0 and so is the
       product, so no client prunes.
     - The norm of line 6 is that of the whole client, the root of the sum of squares over its
-      matrices; `norm_scope: module` weighs every matrix by its own. If all norms are 0, the clients
-      have equal weights. `weights: size` weighs by the number of examples, as FlexLoRA's authors do.
+      matrices; `norm_scope: module` weighs every matrix by its own. If all norms are 0, nobody has
+      trained, and the global values stay. `weights: size` weighs by the number of examples, as FlexLoRA's authors do.
     - By default one scale alpha / r for all ranks, so that a rank has the same meaning for every client. With
       `scale: own` the factors are averaged as they are, as in the released code, and each client runs them at
       alpha / r_k of its budget's rank, which pruning does not change.
-    - Ranks that no client of the round holds keep their global value, and those whose holders have no
-      weight are averaged uniformly; zeros in A and B alike would never train again.
+    - Ranks that no client of the round holds keep their global value, and so do those whose holders have
+      no weight; zeros in A and B alike would never train again.
     - A pruned rank stays pruned. The server learns of it from the upload, which then lacks the part
       `tail`. Training keeps the budget's storage: ranks beyond r_k are zero in A and in B, so that
       neither has a gradient and they stay zero.

@@ -71,6 +71,7 @@ def test_the_poor_get_the_mean_of_those_of_their_task() -> None:
     fit(known)
     assert held(known, 3) == [0, 2]  # .3, .1, .4, .2
     assert held(known, 2) == [3]
+    assert known.known.tolist() == [True, True, True, False], "nor is it any later, as a peer of others"
 
 
 def test_who_was_never_asked_gets_the_mean_too() -> None:

@@ -263,6 +263,7 @@ def fit(sub_moes: SubMoes) -> None:
         activation = sub_moes.activation_for(client)  # line 3
         sets, _ = fitted_sets(activation, sub_moes.limits(client))  # line 4
         sub_moes.give(client, sets)
+    sub_moes.known &= ~sub_moes.poor  # what they measured was on the random sets of stage 1
 
 
 def adjust(sub_moes: SubMoes, clients: Sequence[int], settings: FedMoeSettings) -> None:

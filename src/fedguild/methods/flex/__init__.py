@@ -22,7 +22,7 @@ Symbols: j_c `source`, E_c the frozen expert j_c with LoRA, w_c and b_c `gate.we
 Readings and deviations (docs/methods/flex.md):
     - The grafted expert is the frozen j_c with LoRA of its own, for which the backbone's weights are not copied.
     - How the gate mixes is not in what we read: it adds (`combine: add`), or takes as much from F (`mix`). It starts at
-      1 / (K + 1), the share of one expert beside the K that the router activates.
+      1 / (K + 1), the share of one expert beside the K that the model's router activates, whatever the budget.
     - The pruned layer of line 2 gives its one expert the weight 1. It is chosen on `selection_examples` examples, once.
     - Routers are frozen, as the experts are, unless `targets` names them.
     - The global model is the one without a graft, which is also that of a client that never took part.
@@ -131,7 +131,10 @@ class Flex(Method):
             return
         grafts: Grafts = cohort.model.attached[GraftedExpert]
         with grafts.measuring() as losses:
-            chosen = [[work.examples[index] for index in pick] for work, pick in zip(cohort.work, few, strict=True)]
+            chosen = [  # of a preference pair, the response that was preferred
+                [replace(work.examples[index], rejected=None) for index in pick]
+                for work, pick in zip(cohort.work, few, strict=True)
+            ]
             for _ in cohort.passes(chosen):
                 pass
         for slot, pick in enumerate(few):
@@ -148,7 +151,7 @@ class Flex(Method):
         return mean(ADAPTER, sent, self.settings.weights)
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:
-        """Returns the model without a graft."""
+        """Line 8; without a graft as the global model, and for a client that kept none."""
         kept: dict[str, Tensor] = own.kept.part(GRAFT)
         plan = self.plan(model, budget) if kept else self._shared(model, budget)
         return Deployment(plan, {**state.part(ADAPTER), **kept})

@@ -5,6 +5,7 @@ HFedMoE, Eq. 3 to 5 and 9 to 16. A batch is an optimizer step: all of its passes
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -177,6 +178,6 @@ def within_budget(value: Tensor, shares: Sequence[float]) -> Tensor:
         value: [S, E], -inf for an expert without a token.
         shares: Each slot's C_c over E; at least one expert.
     """
-    most = kept_on_device(tuple(max(1, round(share * value.shape[1])) for share in shares), value.device)
+    most = kept_on_device(tuple(max(1, math.floor(share * value.shape[1] + 1e-9)) for share in shares), value.device)
     place = value.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
     return (place < most[:, None]) & (value > 0)
