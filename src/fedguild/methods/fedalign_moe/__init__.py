@@ -231,7 +231,7 @@ class FedAlignMoe(Method):
             update -= expert_vectors(started[experts])
             for expert in cohort.routing.counts[index, slot].nonzero().flatten().tolist():
                 sent[f"{REGION}/{experts}/{expert}"] = measured.region[expert].clone()
-                sent[f"{UPDATE}/{experts}/{expert}"] = update[expert].clone()
+                sent[f"{UPDATE}/{experts}/{expert}"] = update[expert : expert + 1].clone()  # `wire_dtype` is for matrices
         own_gate = parts[GATE] if self.settings.gate != "averaged" else {}
         cohort.keep(slot, {**with_part(GATE, own_gate), **with_part(ROUTING, routing)})
         return Payload({**sent, **with_part(ROUTING, routing)})
@@ -317,7 +317,7 @@ class FedAlignMoe(Method):
             for expert in range(layer.num_experts):
                 name = f"{layer.experts}/{expert}"
                 sent |= entries(REGION, {name: (layer.hidden,)}, omissible=True)
-                sent |= entries(UPDATE, {name: (size,)}, omissible=True)
+                sent |= entries(UPDATE, {name: (1, size)}, omissible=True)
         return Schema(sent)
 
     def deploy(self, state: Payload, model: ModelInfo, budget: Budget, own: Own = GLOBAL) -> Deployment:

@@ -87,7 +87,7 @@ class RegionUploads:
             routing: Layer -> p-bar [M]; all zero where the client had no token.
             margin: Layer -> m [M].
             regions: `layer/expert` -> mu [H].
-            updates: `layer/expert` -> dtheta [P]; an expert without a mu is left out.
+            updates: `layer/expert` -> dtheta [1, P]; an expert without a mu is left out.
         """
         self._examples[client.index] = client.examples
         for layer, mean in routing.items():
