@@ -162,9 +162,9 @@ def test_entry_points_that_cannot_be_parsed_stop_nobody(zoo: Path, monkeypatch: 
 def test_listing_imports_neither_torch_nor_the_plugins():
     code = """
 import sys
-from fedguild.core.plugins import discover
+from fedguild.core.plugins import Plugins
 for package, group in (("methods", "methods"), ("data.corpora", "corpora")):
-    assert len(discover(f"fedguild.{package}", f"fedguild.{group}")) > 9
+    assert len(Plugins("kind", f"fedguild.{package}", f"fedguild.{group}", print).found()) > 9
 loaded = sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "numpy", "fedguild"))
 print(" ".join(loaded))
 """

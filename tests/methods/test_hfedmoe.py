@@ -76,9 +76,7 @@ def test_scores_and_choice_are_those_of_the_equations(
             else:
                 for index in (0, 1):
                     own = [one for one in allowed if one // 8 == index]
-                    assert {one for one in picked if one // 8 == index} == oracle.best_set(
-                        values, own, int(share * 8)
-                    )
+                    assert {one for one in picked if one // 8 == index} == oracle.best_set(values, own, int(share * 8))
         scores.append([[oracle.importance(batch[0, index], e, 0.3) for e in range(8)] for index in (0, 1)])
         for key, seen_gates in batch.items():
             gates[key] += seen_gates

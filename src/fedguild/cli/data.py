@@ -19,6 +19,7 @@ import fedguild
 from fedguild.cli.options import JsonOption, OverridesArgument, config_and_settings, is_setting
 from fedguild.cli.output import note, show, show_json
 from fedguild.core.errors import ConfigError
+from fedguild.federation.site import SITE_FILE
 
 if TYPE_CHECKING:
     from fedguild.data.view import DataView, Piece
@@ -30,7 +31,6 @@ EXAMPLES = (
     "fedguild data fedguild.yaml data.train_on=last_turn",
     "fedguild data union/client-000",
 )
-SITE_FILE = "site.yaml"
 LEARNED, READ = "bold green", "dim"
 MOST_LABELS = 10
 BAR = 30

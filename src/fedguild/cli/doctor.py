@@ -152,7 +152,7 @@ def _device() -> Iterator[Finding]:
     import torch
 
     if not torch.cuda.is_available():
-        yield Finding("device", "cpu", "ok", "models beyond about 1 B parameters train slowly; 4 bit saves memory, no time")
+        yield Finding("device", "cpu", "ok", "models beyond about 1 B parameters train slowly, in 4 bit too")
         yield _freed_pages()
         return
     for index in range(torch.cuda.device_count()):

@@ -29,7 +29,7 @@ from typing import Any
 from fedguild.config.explaining import Layer
 from fedguild.config.yaml_reading import parse
 from fedguild.core.errors import ConfigError
-from fedguild.core.plugins import discover
+from fedguild.core.plugins import installed_plugins
 
 PRESETS_FOLDER = Path(__file__).parent / "presets"
 METHODS_GROUP = "fedguild.methods"
@@ -139,7 +139,7 @@ def axes() -> Axes:
     """Returns the built-in parts, and for each method of another package a part with its name and FLAME's setup."""
     installed = {
         found.name: Part(found.name, found.origin, found.title, {"setup": "flame", "method": {"name": found.name}})
-        for found in discover("", METHODS_GROUP)
+        for found in installed_plugins(METHODS_GROUP)
         if not found.fault
     }
     shipped = {axis: _parts(axis) for axis in Axes.__annotations__}

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from fedguild.config.base import Section
 from fedguild.core.errors import nearest
-from fedguild.core.plugins import discover
+from fedguild.core.plugins import installed_plugins
 
 Scheme = Literal["iid", "dirichlet", "label", "document", "quantity", "power_law"]
 TrainOn = Literal["all_turns", "last_turn", "everything"]
@@ -43,7 +43,7 @@ class PartitionSettings(Section):
         known = get_args(Scheme)
         if scheme in known or scheme.startswith(GIVEN):
             return scheme
-        added = [plugin.name for plugin in discover("", PARTITIONS_GROUP)]
+        added = [plugin.name for plugin in installed_plugins(PARTITIONS_GROUP)]
         if scheme not in added:
             raise ValueError(f"must be a partition scheme, got '{scheme}'. {nearest(scheme, [*known, *added])}")
         return scheme

@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from fedguild.config.base import Section
+from fedguild.config.base import NAME, Section
 from fedguild.core.score_names import SCORES
 
 
@@ -20,7 +20,7 @@ class BudgetSettings(Section):
     """A compute tier shared by some of the clients."""
 
     name: str = Field(
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        pattern=NAME,
         description="The tier's name in tables and files: letters, digits, dot, dash and underscore; not that of a "
         f"mean ({', '.join(SCORES)}).",
     )

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field, field_validator, model_serializer, model_validator
 
-from fedguild.config.base import Section
+from fedguild.config.base import NAME, Section
 from fedguild.config.data import DataSettings
 from fedguild.config.federation import FederationSettings
 from fedguild.config.privacy import PrivacySettings
@@ -248,7 +248,7 @@ class TrackingSettings(Section):
     )
     project: str = Field(
         default="fedguild",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        pattern=NAME,
         description="The project (in MLflow the experiment) that the run belongs to: letters, digits, dot, dash and "
         "underscore.",
     )
@@ -290,7 +290,7 @@ class Config(Section):
 
     name: str = Field(
         default="run",
-        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        pattern=NAME,
         description="The run's name in tables and folders: letters, digits, dot, dash and underscore; "
         "by default that of the file or preset.",
     )

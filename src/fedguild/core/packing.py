@@ -95,7 +95,8 @@ def unpack(data: bytes, most: int | None = None) -> tuple[dict[str, Tensor], dic
     Raises:
         FedGuildError: the bytes are not such a file; the message is a clause saying why.
     """
-    scalars = _read_scalars(_checked_header(data, most).get(_SCALARS_KEY, "{}"))
+    metadata, _, _ = _checked_header(data, most)
+    scalars = _read_scalars(metadata.get(_SCALARS_KEY, "{}"))
     try:
         tensors = load_safetensors(data)
     except SafetensorError as error:
@@ -109,23 +110,18 @@ def views(data: Any) -> dict[str, Tensor]:
     Raises:
         FedGuildError: as `unpack`.
     """
-    _checked_header(data)
-    length = int.from_bytes(bytes(data[:_LENGTH_BYTES]), "little")
-    header = from_json(bytes(data[_LENGTH_BYTES : _LENGTH_BYTES + length]))
-    header.pop("__metadata__", None)
+    _, entries, begin = _checked_header(data)
     dtypes = {name: dtype for dtype, name in _DTYPE_NAMES.items()}
     found: dict[str, Tensor] = {}
-    for name, entry in sorted(header.items()):
-        dtype, shape = dtypes[entry["dtype"]], entry["shape"]
-        start = _LENGTH_BYTES + length + entry["data_offsets"][0]
-        count = prod(shape)
+    for name, entry in sorted(entries.items()):
+        dtype, start, count = dtypes[entry.dtype], begin + entry.data_offsets[0], prod(entry.shape)
         try:
             flat = (
                 torch.frombuffer(data, dtype=dtype, count=count, offset=start) if count else torch.empty(0, dtype=dtype)
             )
         except ValueError as error:
             raise FedGuildError(f"the values of {name!r:.80} are cut off") from error
-        found[name] = flat.reshape(shape)
+        found[name] = flat.reshape(entry.shape)
     return found
 
 
@@ -147,8 +143,8 @@ class _Entry(BaseModel):
 _HEADER: TypeAdapter[dict[str, _Entry]] = TypeAdapter(dict[str, _Entry])
 
 
-def _checked_header(data: bytes, most: int | None = None) -> dict[str, str]:
-    """Returns the metadata of a safetensors file whose header has the form that `pack` writes.
+def _checked_header(data: bytes, most: int | None = None) -> tuple[dict[str, str], dict[str, _Entry], int]:
+    """Returns the metadata, the entries and the length of the header of a safetensors file that `pack` wrote.
 
     Raises:
         FedGuildError: it has not; safetensors and torch would raise arbitrary errors, or ask for more memory than there
@@ -180,7 +176,7 @@ def _checked_header(data: bytes, most: int | None = None) -> dict[str, str]:
             raise FedGuildError(f"the shape {entry.shape} of {name!r:.80} is beyond every tensor")
         if end - begin != prod(entry.shape) * _ITEM_BYTES[entry.dtype]:
             raise FedGuildError(f"the shape {entry.shape} of {name!r:.80} does not fit its {end - begin} bytes")
-    return metadata
+    return metadata, entries, _LENGTH_BYTES + length
 
 
 def _metadata(scalars: Mapping[str, Scalar]) -> dict[str, str]:

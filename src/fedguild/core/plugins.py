@@ -150,20 +150,21 @@ def _fault(plugin: Found, error: Exception) -> str:
     return told
 
 
-def discover(package: str, group: str) -> tuple[Found, ...]:
-    """Returns the plug-ins of one kind, built-in ones first, then by name, without importing any.
-
-    The parameters are the attributes of `Plugins`. A built-in plug-in keeps its name; if two other packages use the
-    same name, neither is used. Both cases are recorded in `fault`. The search runs once per `sys.path`: packages
-    installed later are found by the next process.
-    """
-    return _discover(package, group, "", False, (), tuple(sys.path))
+def installed_plugins(group: str) -> tuple[Found, ...]:
+    """Returns the plug-ins of an entry point's group, by name, without importing any."""
+    return _discover("", group, "", False, (), tuple(sys.path))
 
 
 @lru_cache(maxsize=64)
 def _discover(
     package: str, group: str, attribute: str, dashes: bool, listed: tuple[Found, ...], path: tuple[str, ...]
 ) -> tuple[Found, ...]:
+    """Returns the plug-ins of one kind, built-in ones first, then by name, without importing any.
+
+    The parameters are the attributes of `Plugins`. A built-in plug-in keeps its name; if two other packages use the
+    same name, neither is used. Both cases are recorded in `fault`. The search runs once per `sys.path`: packages
+    installed later are found by the next process.
+    """
     shipped = sorted((*listed, *_shipped(package, attribute, dashes)), key=lambda plugin: plugin.name)
     others = sorted(_installed(group), key=lambda plugin: (plugin.name, plugin.origin))
     uses = Counter(plugin.name for plugin in (*shipped, *others))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fedguild.config import tables
+from fedguild.core.payload import Payload
 from fedguild.model.backbone import Backbone
 from tests.methods.fedalign_moe.federation import (
     EXPERTS,
@@ -18,6 +19,7 @@ from tests.methods.fedalign_moe.federation import (
     random_round,
     vector,
 )
+from tests.methods.federation import LARGE, client
 from tests.oracles import fedalign_moe as oracle
 
 ABLATIONS = [
@@ -195,3 +197,12 @@ def test_an_expert_whose_updates_are_all_zero_is_not_counted_as_aggregated(olmoe
     state, uploads = random_round(method, olmoe_backbone, 1)
     *_, share = method.observe(method.aggregate(state, uploads), olmoe_backbone.info)
     assert share.values.tolist() == [6 / 8, 0.0]
+
+
+def test_an_experts_update_is_a_matrix(olmoe_backbone: Backbone) -> None:
+    """`federation.wire_dtype` leaves vectors, which are statistics elsewhere, as they are."""
+    method, who = fedalign(), client(0, LARGE)
+    shapes = method.schema(olmoe_backbone.info, who, Payload()).shapes
+    updates = {name: shape for name, shape in shapes.items() if name.startswith("update/")}
+    assert len(updates) == len(LAYERS) * EXPERTS
+    assert {len(shape) for shape in updates.values()} == {2}

@@ -231,7 +231,7 @@ class FedAlignMoe(Method):
             update -= expert_vectors(started[experts])
             for expert in cohort.routing.counts[index, slot].nonzero().flatten().tolist():
                 sent[f"{REGION}/{experts}/{expert}"] = measured.region[expert].clone()
-                sent[f"{UPDATE}/{experts}/{expert}"] = update[expert : expert + 1].clone()  # `wire_dtype` is for matrices
+                sent[f"{UPDATE}/{experts}/{expert}"] = update[expert : expert + 1].clone()
         own_gate = parts[GATE] if self.settings.gate != "averaged" else {}
         cohort.keep(slot, {**with_part(GATE, own_gate), **with_part(ROUTING, routing)})
         return Payload({**sent, **with_part(ROUTING, routing)})
