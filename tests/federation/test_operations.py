@@ -19,9 +19,10 @@ import yaml
 from fedguild.core.errors import FedGuildError, StoppedError
 from fedguild.core.locking import run_lock
 from fedguild.federation import SERVER_FOLDER, commands, operations, server_app
+from fedguild.federation.audit import AuditLog
 from fedguild.federation.flower.gateway import FLEET
 from fedguild.federation.project import write_project
-from fedguild.federation.revocation import Revocations
+from fedguild.federation.revocation import SPENT, Revocations
 from fedguild.federation.stopping import stop_is_requested
 
 NODES = [{"node-id": 1, "status": "online"}]
@@ -207,7 +208,7 @@ def test_a_revoked_client_is_out_and_a_new_key_lets_it_in_again(guild: Guild) ->
     key = guild.folder / "nodes" / "client-001.pub"
     written = key.read_bytes()
     guild.fault = "the database is locked"
-    with pytest.raises(FedGuildError, match="still lets it in: the database is locked"):
+    with pytest.raises(FedGuildError, match="still lets in client-001: the database is locked"):
         operations.revoke(guild.folder, "client-001")
     assert "client-001" in Revocations(guild.state).names()
     assert [path.name.split("-2")[0] for path in (key.parent / "revoked").iterdir()] == ["client-001"]
@@ -243,10 +244,19 @@ def test_a_key_that_is_no_longer_in_the_folder_is_shut_out_when_the_server_start
     """One that was replaced, before the other is let in; and one that was removed."""
     guild.run()
     replaced, removed = (guild.folder / "nodes" / f"client-00{client}.pub" for client in (0, 1))
+    for key in (replaced, removed):
+        key.unlink()
+    with pytest.raises(FedGuildError, match="has no key, but client-000, client-001 were registered"):
+        guild.run()
     replaced.write_text("the organisation's own")
-    removed.unlink()
     guild.asked.unlink()
     guild.run()
+    for client in ("client-000", "client-001"):
+        assert f"{client} is shut out: its key was replaced or removed." in guild.said
+    assert [entry["client"] for entry in AuditLog(guild.state).read() if entry["event"] == "revoked"] == [
+        "client-000",
+        "client-001",
+    ]
     out, let_in = [json.loads(line) for line in guild.asked.read_text().splitlines()]
     assert out == {"revoke": ["client-000", "client-001"]}
     assert list(let_in["register"]) == ["client-000"]
@@ -254,6 +264,14 @@ def test_a_key_that_is_no_longer_in_the_folder_is_shut_out_when_the_server_start
     guild.asked.unlink()
     guild.run()
     assert not guild.asked.exists(), "all is known by now"
+
+
+def test_a_key_that_flower_has_had_before_stops_nobody_else(guild: Guild) -> None:
+    guild.fault = SPENT
+    guild.run()
+    assert [line for line in guild.said if "stays out" in line] == [
+        f"client-00{client} stays out: {SPENT}." for client in (0, 1)
+    ]
 
 
 def test_two_revocations_at_once_lose_none(tmp_path: Path) -> None:

@@ -62,20 +62,6 @@ def test_the_same_models_are_scored_once(method, own, olmoe_folder, tmp_path, mo
         assert (same == list(found.values())) == (scope == own), scope
 
 
-@pytest.mark.parametrize(
-    ("method", "client", "trained"), [("fedavg", "received", "trained"), ("pfl-moe", "client", "client")]
-)
-def test_a_model_has_one_scope_whatever_it_is_asked_for_as(method, client, trained, olmoe_folder, tmp_path):
-    settings = (*BOTH, "federation.rounds=1", "evaluation.eval_on_start=false")
-    experiment.run(small_config(olmoe_folder, *settings, base=f"{method}/tiny-tasks"), tmp_path / "run")
-    restored, state, number = experiment.restore(tmp_path / "run")
-    found = {
-        scope: scoring.first_scope(restored, scope, scoring._excerpts(restored, state)(restored.clients[0]), number)
-        for scope in ("received", "client", "trained")
-    }
-    assert found == {"received": "received", "client": client, "trained": trained}
-
-
 def test_a_killed_run_has_the_same_scores(olmoe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The models as trained are of the round that counts, also after a round that was begun and not ended."""
     config = small_config(olmoe_folder, *BOTH, "federation.client_fraction=0.5")

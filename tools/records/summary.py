@@ -50,7 +50,8 @@ def spent(rows: Mapping[str, Sequence[CellRecord]]) -> dict[str, tuple[Cell, ...
 
     Clients have other data with another seed, so the means are over the seeds that all rows have, where there are any.
     """
-    common = set.intersection(*({one.seed for one in members} for members in rows.values()))
+    seeds = [{one.seed for one in members} for members in rows.values()]
+    common = set.intersection(*seeds) if seeds else set()
     found: dict[str, tuple[Cell, ...]] = {}
     for row, members in rows.items():
         chosen = [one for one in members if not common or one.seed in common]
@@ -97,7 +98,7 @@ def summary_grid(table: Table, records: Sequence[CellRecord]) -> Grid | None:
     behind = " (mean perplexity)" if any(record.perplexity for record in records) else ""
     title = (
         f"{shown[0].upper()}{shown[1:]} score, mean ± sample deviation over the seeds{behind}; "
-        f"mean training FLOPs and bytes of a client{of}"
+        f"mean training FLOPs and bytes of a client{of}, over the seeds that all rows have"
     )
     return Grid(title, tuple(header), tuple(body))
 

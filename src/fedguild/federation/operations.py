@@ -24,7 +24,7 @@ from fedguild.federation.audit import AuditLog
 from fedguild.federation.checks import is_loopback, require_none, server_faults, site_faults
 from fedguild.federation.monitoring import Monitor, ServerFigures, SiteFigures
 from fedguild.federation.processes import Child, watch
-from fedguild.federation.revocation import UNKNOWN, Revocations
+from fedguild.federation.revocation import SPENT, UNKNOWN, Revocations
 from fedguild.federation.site import MonitorSettings, ServerSettings, load_server, load_site
 from fedguild.federation.stopping import request_stop, stop_is_requested, withdraw_request
 from fedguild.federation.watchdog import Watchdog, dying_with_parent
@@ -126,16 +126,16 @@ def opened(settings: ServerSettings) -> list[str]:
 
 
 def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> list[str]:
-    """Registers the clients' keys with Flower; returns a line for each that is new.
+    """Registers the clients' keys with Flower; returns a line for each that is new, and for each that is shut out.
 
     Keys that were revoked while Flower's server was down are shut out first, and so are those that are no longer in the
-    folder.
+    folder. One that Flower has had before stays out.
 
     Args:
         state: The folder that records which keys are registered.
 
     Raises:
-        FedGuildError: Flower refuses a file, or does not answer.
+        FedGuildError: Flower refuses a file, or does not answer; or the folder has no key, but had some.
     """
     revocations, names = Revocations(state), list[str]()
     keys = {key.stem: key for key in sorted(nodes.glob("*.pub"))}
@@ -143,18 +143,27 @@ def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> l
     gone = {
         name for name, key in _registered(state).items() if contents.get(name) != key or name in revocations.names()
     }
+    if gone and not keys:
+        raise FedGuildError(
+            f"{nodes} has no key, but {', '.join(sorted(gone))} were registered.",
+            "Put the keys back; to shut a client out, use `fedguild federation revoke`.",
+        )
     if gone:
         _shut_out(sorted(gone), state, environment)
+        AuditLog(state).extend("revoked", [{"client": name} for name in sorted(gone - revocations.names())])
+    lines = [f"{name} is shut out: its key was replaced or removed." for name in sorted(gone - revocations.names())]
     registered = _registered(state)
     new = {name: str(key.resolve()) for name, key in keys.items() if registered.get(name) != contents[name]}
     if not new:
-        return []
+        return lines
     try:
         for name, fault in _enrol({"register": new}, environment):
+            if fault == SPENT:
+                lines.append(f"{name} stays out: {fault}.")
+                continue
             if fault:
                 raise FedGuildError(
-                    f"Flower refuses the key {keys[name]}: {fault[-300:]}",
-                    "It must be a public key (.pub) that was never revoked.",
+                    f"Flower refuses the key {keys[name]}: {fault[-300:]}", "It must be a public key (.pub)."
                 )
             names.append(name)
             revocations.remove(name)
@@ -162,7 +171,7 @@ def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> l
     finally:  # at once: for a thousand keys, one by one, the disk took half of the time
         AuditLog(state).extend("registered", [{"client": name} for name in names])
         write_json(state / REGISTERED, registered)
-    return [f"{name} is registered." for name in names]
+    return [*lines, *(f"{name} is registered." for name in names)]
 
 
 def revoke(folder: Path, name: str) -> str:
@@ -191,7 +200,8 @@ def revoke(folder: Path, name: str) -> str:
         make_folder(key.parent / "revoked")
         key.replace(key.parent / "revoked" / f"{name}-{stamp}.pub")
     commands.write_connection(folder, settings)
-    _shut_out([name], state, commands.server_environment(folder, settings))
+    so_far = f"The run takes nothing from {name} any more, but "
+    _shut_out([name], state, commands.server_environment(folder, settings), so_far)
     return f"{name} is out; a new key in {settings.nodes}/{name}.pub lets it in again."
 
 
@@ -201,8 +211,11 @@ def _registered(state: Path) -> dict[str, str]:
     return json.loads(path.read_text("utf-8")) if path.is_file() else {}
 
 
-def _shut_out(names: Sequence[str], state: Path, environment: Mapping[str, str]) -> None:
-    """Removes the keys of revoked clients from Flower's server; until it has, `register_keys` tries again.
+def _shut_out(names: Sequence[str], state: Path, environment: Mapping[str, str], so_far: str = "") -> None:
+    """Removes clients' keys from Flower's server; until it has, `register_keys` tries again.
+
+    Args:
+        so_far: How the message begins if it fails.
 
     Raises:
         FedGuildError: it does not answer, or refuses.
@@ -213,8 +226,7 @@ def _shut_out(names: Sequence[str], state: Path, environment: Mapping[str, str])
         faults = [str(error)]
     if faults:
         raise FedGuildError(
-            f"The run takes nothing from {', '.join(names)} any more, but Flower's server still lets it in: "
-            f"{faults[0][-300:]}",
+            f"{so_far}Flower's server still lets in {', '.join(names)}: {faults[0][-300:]}",
             "The server shuts it out when it starts, before any client can connect; or repeat the command.",
         )
     write_json(state / REGISTERED, {name: key for name, key in _registered(state).items() if name not in names})

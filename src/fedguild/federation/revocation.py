@@ -13,6 +13,8 @@ from fedguild.core.files import PRIVATE_FILE, make_folder, write_json
 REVOKED = "revoked.json"
 UNKNOWN = "no key is registered under this name"
 """What `fedguild.federation.flower.enrolment` says of a client whose key Flower does not know."""
+SPENT = "Flower takes a public key once, so make a new one with `fedguild federation key`"
+"""What it says of one that Flower has had and lets in no more, or knows as another client's."""
 
 
 class Revocations:

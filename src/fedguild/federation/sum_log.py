@@ -32,7 +32,7 @@ from fedguild.core.errors import FedGuildError, UploadError
 from fedguild.core.journal import Journal
 from fedguild.core.payload import ADAPTER, Payload
 from fedguild.core.seeding import numpy_rng
-from fedguild.privacy.secure_sum.client import Once
+from fedguild.privacy.secure_sum.client import Once, Stated
 from fedguild.privacy.secure_sum.form import Floats
 
 FILE = "sums.jsonl"
@@ -41,9 +41,9 @@ SAME = 1e-5
 """Relative distance up to which two downloads of one run are the same."""
 SAME_DRAW = 0.5
 """Relative distance up to which downloads of two runs have the same first adapter; two draws are some sqrt(2) apart."""
-SAME_SCALE = 0.05
-"""Distance of binary logarithms up to which stated sums are the same: training may not repeat to the last bit."""
-_LEAST_STATED = 2.0**-90
+OCTAVE = 256
+"""Units of a stated number's logarithm in a factor of two, up to which two are the same: a training on a GPU need not
+repeat to the last bit."""
 _SEED_WEIGHT = 1e3
 WAY_OUT = (
     "Run with the same clients again; or begin a run with another `seed`, which draws another first adapter; or, where "
@@ -58,7 +58,8 @@ class _Sum:
     half: str
     clients: frozenset[int]
     sketch: NDArray[np.float32]
-    stated: NDArray[np.float32]
+    weighed: frozenset[int]
+    stated: NDArray[np.int16]
 
 
 class SumLog:
@@ -95,8 +96,10 @@ class SumLog:
         """
         found = sketch(download, self._secret)
 
-        def enter(half: str, clients: Sequence[int], stated: Floats) -> None:
-            self._enter(_Sum(run, round, half, frozenset(clients), found, magnitudes(stated, self._secret)))
+        def enter(half: str, clients: Sequence[int], stated: Stated | None) -> None:
+            told = magnitudes(np.zeros(0) if stated is None else stated.numbers)
+            weighed = frozenset(() if stated is None else stated.clients)
+            self._enter(_Sum(run, round, half, frozenset(clients), found, weighed, told))
 
         return enter
 
@@ -115,8 +118,9 @@ class SumLog:
                 )
         elif self.fewest is not None and any(_states_otherwise(each, new) for each in same):
             raise UploadError(
-                "the server states other sums of the weights than when it summed the same training of the same clients "
-                f"before, and both sums together would tell clients apart. {WAY_OUT}"
+                f"the server states other sums of the weights than when round {new.round} of this run was summed over "
+                "the same clients before, and both sums together could tell clients apart. Begin a run with another "
+                "`seed`; or, where all agree, set accept.repeat_sessions in site.yaml."
             )
         if not any((each.run, each.round, each.clients) == (new.run, new.round, new.clients) for each in same):
             if not self._sums and not self._journal.lines:
@@ -168,24 +172,17 @@ def _same_training(before: _Sum, new: _Sum) -> bool:
 
 
 def _states_otherwise(before: _Sum, new: _Sum) -> bool:
-    """Whether the server states other sums in a run than before; a record of an earlier version does not say."""
-    if (before.run, before.clients) != (new.run, new.clients) or not before.stated.size or not new.stated.size:
+    """Whether the server states other sums of the same weights of a run; a record of an earlier version has none."""
+    if (before.run, before.clients, before.weighed) != (new.run, new.clients, new.weighed) or not before.stated.size:
         return False
-    return bool(np.linalg.norm(before.stated - new.stated) > SAME_SCALE)
+    if before.stated.shape != new.stated.shape:
+        return True
+    return bool((np.abs(before.stated.astype(np.int32) - new.stated) > OCTAVE).any())
 
 
-def magnitudes(stated: Floats, secret: int) -> NDArray[np.float32]:
-    """Returns a sketch of positive numbers' binary logarithms, [64]: distances are those of the logarithms within 30 %.
-
-    Args:
-        stated: [n] numbers; without any, the sketch is empty.
-    """
-    if not stated.size:
-        return np.zeros(0, np.float32)
-    logarithms = np.log2(np.maximum(stated, _LEAST_STATED))
-    bits = np.frombuffer(numpy_rng(secret, "stated").bytes(-(-_BUCKETS * stated.size // 8)), np.uint8)
-    signs = np.unpackbits(bits, count=_BUCKETS * stated.size).reshape(_BUCKETS, stated.size)
-    return np.asarray((2.0 * signs - 1) @ logarithms / np.sqrt(_BUCKETS), np.float32)
+def magnitudes(stated: Floats) -> NDArray[np.int16]:
+    """Returns the logarithms of what a server states, in 1 / `OCTAVE` of a factor of two; 0 counts as 2^-90."""
+    return np.asarray(np.rint(np.log2(np.maximum(stated, 2.0**-90)) * OCTAVE), np.int16)
 
 
 def sketch(download: Payload, secret: int) -> NDArray[np.float32]:
@@ -211,6 +208,7 @@ def _written(entry: _Sum) -> dict[str, object]:
         "half": entry.half,
         "clients": sorted(entry.clients),
         "sketch": base64.b64encode(entry.sketch.tobytes()).decode(),
+        "weighed": sorted(entry.weighed),
         "stated": base64.b64encode(entry.stated.tobytes()).decode(),
     }
 
@@ -222,7 +220,16 @@ def _read(line: dict[str, object]) -> _Sum:
     clients = line["clients"]
     if not isinstance(clients, list):
         raise ValueError("a line has no clients")
-    stated = np.frombuffer(base64.b64decode(str(line.get("stated", "")), validate=True), np.float32)
+    stated = np.frombuffer(base64.b64decode(str(line.get("stated", "")), validate=True), np.int16)
+    weighed = line.get("weighed", [])
+    if not isinstance(weighed, list):
+        raise ValueError("a line has no clients that weighed")
     return _Sum(
-        str(line["run"]), int(str(line["round"])), str(line["half"]), frozenset(map(int, clients)), found, stated
+        str(line["run"]),
+        int(str(line["round"])),
+        str(line["half"]),
+        frozenset(map(int, clients)),
+        found,
+        frozenset(map(int, weighed)),
+        stated,
     )

@@ -65,10 +65,9 @@ from fedguild.privacy.secure_sum.session import Session as SecureParameters
 from fedguild.runs.exporting import export_own
 from fedguild.runs.guarantee import rules_of
 from fedguild.runs.privacy_accounts import SLACK
-from fedguild.runs.scoring import first_scope, measures_of, score_clients
+from fedguild.runs.scoring import measures_of, score_clients
 from fedguild.runs.setup import (
     Experiment,
-    OwnScope,
     PreparedData,
     budgets_of,
     check_fit,
@@ -345,8 +344,7 @@ class TrainerService:
         experiment, excerpt = session.experiment, _state(message)
         records = score_clients(experiment, wanted.scope, lambda _: excerpt, message.round, wanted.split)
         if session.clients is not None and SCORES not in config.federation.secure_disclose:
-            scope = first_scope(experiment, wanted.scope, excerpt, message.round)
-            self._keep_score(message, session.clients, records[0], excerpt, measures_of(config), scope)
+            self._keep_score(message, session.clients, records[0], excerpt, measures_of(config))
             return message.reply()
         if withheld:
             records = [record.model_copy(update={"examples": min(record.examples or 0, 1)}) for record in records]
@@ -359,14 +357,16 @@ class TrainerService:
         record: EvaluationRecord,
         excerpt: Payload,
         measures: Sequence[str],
-        scope: OwnScope,
     ) -> None:
-        """Keeps a score until a session sums it with those of other sites; scores of one model count as one sum."""
+        """Keeps a score until a session sums it with those of other sites.
+
+        A client's model may be the same as trained and as received, so that their sums count as of one score.
+        """
         asked = {name: message.metadata[name] for name in ("config", "scope", "split")}
         once = None
         if clients.once is not None:
             enter = clients.once(message.round, excerpt)
-            once = lambda half, among, stated: enter(f"{scope} {asked['split']} {half}", among, stated)  # noqa: E731
+            once = lambda half, among, stated: enter(f"scores {asked['split']} {half}", among, stated)  # noqa: E731
         told = json.dumps({**asked, "round": message.round}, sort_keys=True).encode()
         places = [measures.index(name) for name in names_of(record.metric)]
         clients.keep_score(self.site.client, message.round, record.score, record.examples or 0, places, told, once)

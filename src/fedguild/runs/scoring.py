@@ -463,14 +463,6 @@ def _model(experiment: Experiment, scope: OwnScope, excerpt: Payload, client: Cl
     return client_model(method, excerpt, info, client, kept, scope, left)
 
 
-def first_scope(experiment: Experiment, scope: OwnScope, excerpt: Payload, number: int) -> OwnScope:
-    """Returns the first scope of which the clients' models are those of `scope`, each with the same excerpt."""
-    wanted = _content(_models(experiment, scope, lambda _: excerpt, number))
-    scopes: tuple[OwnScope, ...] = ("received", "client")
-    same = (one for one in scopes if _content(_models(experiment, one, lambda _: excerpt, number)) == wanted)
-    return scope if wanted is None else next(same, scope)
-
-
 def _scored_once(
     experiment: Experiment, models: Sequence[Model], examples: Sequence[Example], where: Where
 ) -> list[EvaluationRecord]:

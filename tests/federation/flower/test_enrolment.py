@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
 from fedguild.federation.flower import enrolment
 from fedguild.federation.keys import write_key
+from fedguild.federation.revocation import SPENT
 
 
 class Control:
@@ -82,6 +83,11 @@ def test_a_key_that_flower_has_had_is_registered_or_spent(control: Control, tmp_
     keys = {"client-000": str(write_key(tmp_path / "node.key"))}
     assert told(register=keys) == told(register=keys) == {"client-000": ""}
     assert len(control.nodes) == 1
-    assert "make a new one" in told(register={"client-001": keys["client-000"]})["client-001"]
+    assert told(register={"client-001": keys["client-000"]}) == {"client-001": SPENT}
     told(revoke=["client-000"])
-    assert "make a new one" in told(register=keys)["client-000"]
+    assert told(register=keys) == {"client-000": SPENT}
+    again = {"client-000": str(write_key(tmp_path / "again.key"))}
+    other = {"client-000": str(write_key(tmp_path / "other.key"))}
+    assert told(register=again) == told(register=other) == {"client-000": ""}
+    live = [node for node in control.nodes if not node.unregistered_at]
+    assert len(live) == 1, "another key of the same client takes its place"

@@ -22,7 +22,7 @@ from flwr.cli.utils import flwr_cli_exc_handler, init_http_client_from_connectio
 from flwr.proto.control_pb2 import ListNodesRequest, RegisterNodeRequest, UnregisterNodeRequest
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes, uses_nist_ec_curve
 
-from fedguild.federation.revocation import UNKNOWN
+from fedguild.federation.revocation import SPENT, UNKNOWN
 
 USED = "already"
 """In what Flower answers to a public key that it has had before."""
@@ -54,7 +54,10 @@ def _register(client: Any, name: str, path: Path) -> str:
         if USED not in f"{getattr(error, 'message', '')} {error}":
             raise
         if not any(node.public_key == key for node in _nodes(client, name)):
-            return "Flower takes a public key once: make a new one with `fedguild federation key`"
+            return SPENT
+    for node in _nodes(client, name):
+        if node.public_key != key:
+            client.UnregisterNode(request=UnregisterNodeRequest(node_id=node.node_id))
     return ""
 
 

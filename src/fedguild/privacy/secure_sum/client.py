@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -54,7 +54,22 @@ from fedguild.privacy.secure_sum.sizes import SEED_BYTES, SIGNATURE_BYTES
 LEAST_SHARE = 0.5
 """No client takes part where half of the clients could open two different sums."""
 HALVES = ("weights", "values")
-Once = Callable[[str, Sequence[int], Floats], None]
+
+
+@dataclass(frozen=True)
+class Stated:
+    """What the server states of the weights.
+
+    Attributes:
+        clients: The clients whose weights were summed.
+        numbers: The sums of those weights that enough clients have, and the ranges of the values.
+    """
+
+    clients: tuple[int, ...]
+    numbers: Floats
+
+
+Once = Callable[[str, Sequence[int], Stated | None], None]
 """Called before a sum is opened, with `weights` or `values`, the clients in the sum, and for the values what the server
 states of the weights. Raises UploadError if the same training has been in a sum from which that one must not differ.
 """
@@ -189,7 +204,7 @@ class ClientSession:
 
     def _open_weights(self, request: Arrays) -> dict[str, NDArray[Any]]:
         self._weighed = self._still(list_in(request, "clients"), self._shared)
-        self._once(HALVES[0], self._weighed, np.zeros(0))
+        self._once(HALVES[0], self._weighed, None)
         return self._opened(0, self._shared, self._weighed, 0)
 
     def _send(self, request: Arrays) -> dict[str, NDArray[Any]]:
@@ -198,7 +213,8 @@ class ClientSession:
         words = array_in(request, "sums", np.uint64, (self.form.word_count,))
         sums = fixed_point.weight_sums(self.form, words)
         self._require_true_counts(sums.counts)
-        self._stated = np.concatenate([sums.totals, sums.ranges])
+        totals = sums.totals[sums.counts >= self.session.fewest]
+        self._stated = Stated(self._weighed, np.concatenate([totals, sums.ranges]))
         self._transcript = transcript(self._roster, self._shared, self._weighed, words)
         held = np.sum([self._holds(peer) for peer in self._weighed], axis=0)
         self._large = held >= self.session.fewest

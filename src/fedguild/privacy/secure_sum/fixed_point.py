@@ -230,11 +230,11 @@ def _weights(form: Form, numbers: Contribution) -> Floats:
 def _shares(form: Form, numbers: Contribution, sums: WeightSums, fewest: int) -> Floats:
     """Returns [weights] alpha."""
     weights = _weights(form, numbers)
-    counted = (sums.counts >= fewest) & (sums.totals > 0)
-    if bool((counted & (weights > sums.totals * (1 + _ROUNDING))).any()):
+    enough = sums.counts >= fewest
+    if bool((enough & (weights > sums.totals * (1 + _ROUNDING))).any()):
         raise UploadError("the server states a smaller sum of the weights than this client's own weight")
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(counted, np.minimum(weights / sums.totals, 1.0), 0.0)
+        return np.where(enough & (sums.totals > 0), np.minimum(weights / sums.totals, 1.0), 0.0)
 
 
 def _largest(form: Form, numbers: Contribution, weights: Floats, name: str) -> float:
