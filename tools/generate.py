@@ -67,7 +67,7 @@ MAIN = {
     "flame/table-2": ("smollm2", "english"),
     "ub-smoe/table-4": ("smollm2", "english"),
     "fedamole/table-1": ("smollm2", "english"),
-    "fedalign-moe/table-1": ("english",),
+    "fedalign-moe/table-1": ("smollm2", "english"),
 }
 """The tables of the four papers whose claims the page of results lists -> their models, the largest first."""
 COUNTED = """## All recorded tables

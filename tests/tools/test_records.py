@@ -81,13 +81,17 @@ def test_the_interval_is_students() -> None:
         ([[0.19, 0.2, 0.21]], "holds"),
         ([[0.19, 0.2, 0.21], [0.1, 0.2, 0.3]], "undecided at this scale"),
         ([[0.19, 0.2, 0.21], [-0.19, -0.2, -0.21]], "does not hold"),
+        ([[-0.19, -0.2, -0.21], [0.5]], "does not hold"),
+        ([[-0.19, -0.2, -0.21], None], "does not hold"),
+        ([[-0.2, -0.2], [0.19, 0.2, 0.21]], "undecided at this scale"),
+        ([[0.19, 0.2, 0.21], None], "not recorded"),
         ([[0.0, 0.0, 0.0]], "undecided at this scale"),
         ([[0.5]], "undecided at this scale"),
         ([], "not recorded"),
     ],
 )
-def test_the_word_for_a_claim(gaps: list[list[float]], word: str) -> None:
-    assert verdict([spread(gap) for gap in gaps]) == word
+def test_the_word_for_a_claim(gaps: list[list[float] | None], word: str) -> None:
+    assert verdict([None if gap is None else spread(gap) for gap in gaps]) == word
 
 
 def test_the_page_by_hand() -> None:

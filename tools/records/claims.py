@@ -66,10 +66,12 @@ def _decided(differences: Mapping[str, Spread | None]) -> str:
     known = {row: gap for row, gap in differences.items() if gap is not None}
     if not known or word == "not recorded":
         return word
-    if few := [row for row, gap in known.items() if gap.count < FEWEST_SEEDS]:
+    enough = {row: gap for row, gap in known.items() if gap.count >= FEWEST_SEEDS}
+    few = [row for row in known if row not in enough]
+    if few and word != "does not hold":
         return f"{word}: fewer than {FEWEST_SEEDS} seeds in common with {', '.join(few)}"
     end = 1 if word == "does not hold" else -1  # of the interval that decides
-    row, gap = min(known.items(), key=lambda one: one[1].mean + end * half_width(one[1]))
+    row, gap = min(enough.items(), key=lambda one: one[1].mean + end * half_width(one[1]))
     return f"{word}: {interval(gap)} ({row})"
 
 
@@ -160,11 +162,13 @@ def _reservation(differences: Iterable[Spread | None]) -> str:
     """Returns what a verdict is to be read with: too few seeds, or differences that do not vary."""
     every = list(differences)
     known = [gap for gap in every if gap is not None]
-    if len(known) < len(every):
-        return ""  # not recorded
-    if any(gap.count < FEWEST_SEEDS for gap in known):
-        return f", with fewer than {FEWEST_SEEDS} seeds"
-    return ", without any spread over the seeds" if any(_is_constant(gap) for gap in known) else ""
+    enough = [gap for gap in known if gap.count >= FEWEST_SEEDS]
+    if verdict(every) != "does not hold":
+        if len(known) < len(every):
+            return ""  # not recorded
+        if len(enough) < len(known):
+            return f", with fewer than {FEWEST_SEEDS} seeds"
+    return ", without any spread over the seeds" if any(_is_constant(gap) for gap in enough) else ""
 
 
 def _is_constant(gap: Spread) -> bool:
@@ -181,18 +185,17 @@ def _seeds(differences: Iterable[Spread | None]) -> str:
 def verdict(differences: Iterable[Spread | None]) -> Word:
     """Returns what the paired differences of a row to those that it should be above say.
 
-    It holds where every difference's 95 % interval lies above 0, and does not where some interval lies below it. With
-    fewer than `FEWEST_SEEDS` seeds it is undecided.
+    It does not hold where some difference's 95 % interval lies below 0, of `FEWEST_SEEDS` seeds or more, whatever the
+    others are; and it holds where all intervals lie above 0. With fewer seeds it is undecided.
     """
     every = list(differences)
+    enough = [gap for gap in every if gap is not None and gap.count >= FEWEST_SEEDS]
+    if any(gap.mean + half_width(gap) < 0 for gap in enough):
+        return "does not hold"
     if not every or any(gap is None for gap in every):
         return "not recorded"
-    if any(gap.count < FEWEST_SEEDS for gap in every if gap is not None):
-        return "undecided at this scale"
-    ends = [(gap.mean - half_width(gap), gap.mean + half_width(gap)) for gap in every if gap is not None]
-    if all(low > 0 for low, _ in ends):
-        return "holds"
-    return "does not hold" if any(high < 0 for _, high in ends) else "undecided at this scale"
+    holds = len(enough) == len(every) and all(gap.mean - half_width(gap) > 0 for gap in enough)
+    return "holds" if holds else "undecided at this scale"
 
 
 def scores_of(record: CellRecord) -> Mapping[str, float]:
