@@ -30,6 +30,16 @@ def test_a_repeated_round_replaces_its_memory(tmp_path):
     assert values(memory, "client-000", range(2, 3)) == [8]
 
 
+def test_what_came_after_a_round_to_which_a_run_goes_back_is_gone(tmp_path):
+    memory = ClientMemory(tmp_path / "memory", trained=True)
+    for round in (1, 3, 4):
+        memory.save("client-000", round, kept(round))
+        memory.trained.save("client-000", round, kept(10 * round))
+    memory.forget_after(3)
+    assert values(memory, "client-000", range(1, 7)) == [None, 1, 1, 3, 3, 3]
+    assert values(memory.trained, "client-000", range(4, 7)) == [30, 30, 30]
+
+
 def test_rounds_sort_as_numbers(tmp_path):
     memory = ClientMemory(tmp_path)
     for round in (99_999, 100_000, 2):

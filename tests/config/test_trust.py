@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from typer.testing import CliRunner
 import fedguild
 from fedguild.cli.app import app
 from fedguild.config import load_config
+from fedguild.config.trust import code_of_metric, require_trusted, trust
 from fedguild.core.errors import ConfigError
 from fedguild.federation.site import load_site
 
@@ -113,6 +115,17 @@ def test_a_function_that_a_config_from_somebody_else_names(olmoe_folder, tmp_pat
     assert asks in " ".join(invoke("evaluate", "received").output.split())
     assert not (tmp_path / "ran").exists()
     assert load_config("config.yaml", ["evaluation.metrics=[another:one]"]), "an override is this user's word"
+
+
+def test_what_several_say_at_once_is_all_kept(tmp_path, monkeypatch):
+    files = [tmp_path / f"{number}.yaml" for number in range(16)]
+    for file in files:
+        file.touch()
+    code = code_of_metric("mine:score")
+    with ThreadPoolExecutor(8) as several:
+        list(several.map(lambda file: trust(file, [code]), files))
+    for file in files:
+        require_trusted(file, code)
 
 
 def test_runs_in_other_processes_may_do_what_their_config_may(hostile, tmp_path, monkeypatch):

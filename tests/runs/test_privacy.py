@@ -127,6 +127,7 @@ def test_a_client_whose_budget_is_spent_stops_and_the_run_ends(olmoe_folder: Pat
     assert records[-1].epsilon == [two] * 3
     assert records[-1].stopped == [0, 1, 2]
     assert result.rounds == len(asked) < 9
+    assert result.stopped == "every client's privacy budget is spent"
     assert result.scores.keys() == {budget.name for budget in config.federation.budgets}
     assert any("Every client's privacy budget is spent" in line for line in progress.lines)
     again = experiment.resume(tmp_path)

@@ -136,6 +136,28 @@ def test_resuming_a_finished_run_changes_nothing(finished: RunResult, tmp_path: 
     assert after == files
 
 
+def test_a_run_without_its_checkpoints_keeps_its_records(finished: RunResult, tmp_path: Path) -> None:
+    folder = shutil.copytree(finished.folder, tmp_path / "run")
+    shutil.rmtree(folder / CHECKPOINTS)
+    log = (folder / RunLog.FILE).read_bytes()
+    with pytest.raises(CheckpointError, match="has records of rounds, but no checkpoint"):
+        experiment.resume(folder)
+    assert (folder / RunLog.FILE).read_bytes() == log
+
+
+def test_going_back_can_be_interrupted(config: Config, finished: RunResult, tmp_path: Path) -> None:
+    """Between the removal of the later rounds' checkpoints and that of their records."""
+    folder = shutil.copytree(finished.folder, tmp_path / "run")
+    last = checkpoint.latest(folder / CHECKPOINTS)
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, "fedguild.measuring.log.records.write_bytes", 1)
+        with pytest.raises(Killed):
+            experiment.resume(folder, round=last - 1)
+    assert checkpoint.latest(folder / CHECKPOINTS) == last - 1
+    experiment.resume(folder)
+    assert_same(ended(folder), ended(finished.folder))
+
+
 def test_dropout_and_an_unfinished_epoch_resume_to_the_same_bits(olmoe_folder: Path, tmp_path: Path) -> None:
     method = "method={name: fedit, rank: 3, targets: [q_proj, experts], dropout: 0.5}"
     config = small_config(

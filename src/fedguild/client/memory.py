@@ -84,6 +84,15 @@ class ClientMemory:
                 crowded.add(client)
         self._crowded = crowded
 
+    def forget_after(self, round: int) -> None:
+        """Removes the memories of all rounds after one, from which a run goes on."""
+        if self.trained is not None:
+            self.trained.forget_after(round)
+        for client in self._clients():
+            for later in self._rounds(client):
+                if later > round:
+                    self._path(client, later).unlink()
+
     def _clients(self) -> set[str]:
         return {path.name for path in self.folder.glob("*") if path.is_dir()}
 

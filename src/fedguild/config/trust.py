@@ -15,8 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from filelock import FileLock
+
 from fedguild.core.errors import ConfigError, FedGuildError
-from fedguild.core.files import write_json
+from fedguild.core.files import PRIVATE_FILE, make_folder, write_json
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,15 @@ def trust(file: Path, code: Iterable[Code]) -> None:
     wanted, record = [each.recorded for each in code], _record()
     if not wanted:
         return
+    make_folder(record.parent)
     try:
-        known = json.loads(record.read_text("utf-8")) if record.exists() else {}
-        said = known.setdefault(_key(file), [])
-        said += [each for each in wanted if each not in said]
+        with FileLock(record.with_name(f".{record.name}.lock"), mode=PRIVATE_FILE):  # several runs may start at once
+            known = json.loads(record.read_text("utf-8")) if record.exists() else {}
+            said = known.setdefault(_key(file), [])
+            said += [each for each in wanted if each not in said]
+            write_json(record, known)
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise FedGuildError(f"{record} cannot be read ({error}).", "Repair or remove it.") from error
-    write_json(record, known)
 
 
 def require_trusted(file: Path, code: Code) -> None:

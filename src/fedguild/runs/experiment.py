@@ -156,17 +156,23 @@ def resume(
         was_stopped = (output / STOPPED).is_file()
         with noted(output, progress, CONFIG) as told, _divergence_noted(output):
             saved = _saved(config, output, told, round)
+            if saved is None and has_begun(output):
+                raise CheckpointError(
+                    f"{output} has records of rounds, but no checkpoint.",
+                    f"Restore {output / CHECKPOINTS}, or start the run again in another folder.",
+                )
             if saved is None:
                 (output / RunLog.FILE).unlink(missing_ok=True)
                 experiment = (preparation or prepare)(config, output, told)
                 with _engine_of(experiment) as engine:
                     return _Rounds(experiment, engine, _begin(experiment), first=1, callbacks=every).run()
-            RunLog(output).truncate_after(saved.round, saved.extra.get(LOG_SEAL))
-            if round is not None:
-                checkpoint.remove_after(output / CHECKPOINTS, round)
+            with RunLog(output).truncating_after(saved.round, saved.extra.get(LOG_SEAL)):
+                if round is not None:
+                    checkpoint.remove_after(output / CHECKPOINTS, round)
             accepted = saved.extra.get(ACCEPTED, ())
             experiment = (preparation or prepare)(config, output, told)
             if experiment.remote is None:
+                experiment.memory.forget_after(saved.round)
                 MergeLedger.beside(experiment.memory).refill(merges(saved.state))
             (output / STOPPED).unlink(missing_ok=True)
             again = not was_stopped and round is None and saved.round > 0
@@ -364,6 +370,7 @@ class _Rounds:
         clients = experiment.clients if self.privacy is None else _charged(experiment, number)
         if not clients:
             _all_stopped(experiment, self.state, self.last, self.accepted)
+            self.delivery.stop("every client's privacy budget is spent")
             return ()
         refusal = "" if self.bytes_left is None else self._bytes_refusal(self.bytes_left, clients, number)
         if refusal:

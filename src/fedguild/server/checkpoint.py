@@ -164,8 +164,8 @@ def load_newest(folder: Path, *, fingerprint: str, tell: Callable[[str], None]) 
 
 
 def remove_after(folder: Path, round: int) -> None:
-    """Removes the checkpoints of all rounds after one, to which a run goes back."""
-    for known in rounds(folder):
+    """Removes the checkpoints of all rounds after one, to which a run goes back; the newest first."""
+    for known in sorted(rounds(folder), reverse=True):
         if known > round:
             _path(folder, known).unlink()
 

@@ -129,6 +129,8 @@ def test_going_back_to_an_earlier_round_begins_anew(tmp_path: Path) -> None:
     assert sorted(after["rounds"], key=int) == ["1", "2", "3", "4"]
     assert after["clients"]["0"]["upload_bytes"] < before["clients"]["0"]["upload_bytes"]
     assert seen.board.epoch == epoch + 1
+    RunLog(folder).truncate_after(0)
+    assert parts_of(seen)["clients"].keys() == before["clients"].keys(), "those that have no record yet"
 
 
 def test_a_federation_shows_keys_contacts_and_who_is_gone(tmp_path: Path) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import fedguild
 from fedguild.config import load_config
-from fedguild.core.errors import CheckpointError, ConfigError, DataError
+from fedguild.core.errors import CheckpointError, ConfigError, DataError, FedGuildError
 from fedguild.measuring.log.records import EvaluationRecord, RoundRecord
+from fedguild.runs.api import launch
 from fedguild.runs.callbacks import Event, Finished, Recorded, RoundStarted, Saved
 from tests.runs.api.conftest import BASE, ROWS
 from tests.runs.runs import Killed, assert_same, ended, kill_at
@@ -270,3 +274,27 @@ def test_a_config_may_be_a_mapping_or_a_config() -> None:
     assert load_config(mapping) == mapping
     with pytest.raises(ConfigError, match="the config: unknown key 'sead'"):
         load_config({"extends": BASE, "sead": 3})
+
+
+def test_a_cell_that_starts_as_another_fails_is_ended_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the command waits for the whole of its run before it says what failed."""
+    begins, fails = threading.Event(), threading.Event()
+
+    def command(cell: Any) -> list[str]:
+        if cell.title == "fails":
+            return [sys.executable, "-c", "raise SystemExit('Error: it fails')"]
+        begins.set()
+        fails.wait(60)
+        return [sys.executable, "-c", f"import time; time.sleep(60); open({str(cell.folder)!r}, 'w')"]
+
+    def settle(cell: Any, problem: str, where: str) -> None:
+        begins.wait(60)
+        raise FedGuildError(problem)
+
+    stop = threading.Event.set
+    monkeypatch.setattr(launch, "command_of", command)
+    monkeypatch.setattr(threading.Event, "set", lambda event: (stop(event), event is begins or stop(fails)))
+    cells = [SimpleNamespace(title=title, folder=tmp_path / title) for title in ("fails", "other")]
+    with pytest.raises(FedGuildError, match="it fails"):
+        launch._in_processes(cells, SimpleNamespace(jobs=1, tell=print, settle=settle))
+    assert not (tmp_path / "other").exists()

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
@@ -350,7 +350,14 @@ class RunLog:
             CheckpointError: a complete line is damaged, or records of a kept round are missing from the end.
             FedGuildError: the file cannot be written; its content is unchanged.
         """
+        with self.truncating_after(round, seal):
+            pass
+
+    @contextmanager
+    def truncating_after(self, round: int, seal: str | None = None) -> Iterator[None]:
+        """As `truncate_after`, at the end of a block that is entered only if the log can be truncated."""
         if not self.path.exists() and seal in (None, chained.START):
+            yield
             return
         kept = [content for record, content in self._lines() if record.round <= round]
         lines, seals = _chain(kept, chained.START)
@@ -360,6 +367,7 @@ class RunLog:
                 "records are missing.",
                 "Restore the file, or go back to an earlier round with `fedguild resume FOLDER --round N`.",
             )
+        yield
         write_bytes(self.path, b"".join(lines if seal is None else lines[: seals.index(seal)]))
 
     def _lines(self) -> list[tuple[Record, bytes]]:

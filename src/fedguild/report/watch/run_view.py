@@ -140,6 +140,8 @@ class RunView(FollowedRun):
         if began and self._rounds:
             self._forget_records()
             self.board.clear()
+            for client in range(len(self._budgets)):
+                self.row(client)
         for record in records:
             self._take_record(record)
         events, restarted = self._events.read()

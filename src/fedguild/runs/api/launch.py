@@ -179,6 +179,8 @@ def _in_processes(cells: Sequence[Cell], launch: Launch) -> None:
             command_of(cell), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
         )
         running.add(process)
+        if stopped.is_set():  # since the look above
+            process.terminate()
         assert process.stderr is not None
         for line in process.stderr:
             lines.append(line.rstrip())

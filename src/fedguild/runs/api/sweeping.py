@@ -84,7 +84,7 @@ def sweep(
     given = gather(dataset, partition, metrics, callbacks)
     launch = Launch(jobs, launcher, address, cores, progress, tell, may_diverge=True)
     fixed, swept = divide(settings)
-    base = given.config(config, fixed)
+    base = given.config(config, [*fixed, *(f"{key}={values[0]}" for key, values in swept.items())])
     asked = any(text.partition("=")[0].strip() in ("evaluation.split", "evaluation") for text in fixed)
     validates = base.data.split.validation > 0 and not asked
     layers = (Layer("sweep", {"evaluation": {"split": "validation"}}),) if validates else ()
@@ -208,7 +208,7 @@ def _tabulated(grid: RunGrid, swept: Sequence[str]) -> Sweep:
         finished = [cell.state() == "finished" for cell in cells]
         values[name] = cells[0].row.values
         runs[name] = [cell.folder for cell, ended in zip(cells, finished, strict=True) if ended]
-        diverged[name] = [cell.config.seed for cell, ended in zip(cells, finished, strict=True) if not ended]
+        diverged[name] = [cell.config.seed for cell in cells if divergence(cell.folder)]
     if all(diverged.values()):
         first = next(filter(None, (divergence(cell.folder) for cell in grid.cells)), "")
         raise DivergedError(f"Every setting of the sweep diverged. {first}", "Sweep lower learning rates.")
