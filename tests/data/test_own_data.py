@@ -95,6 +95,8 @@ TIDIED: list[tuple[list[dict[str, Any]], list[tuple[str, str]], str]] = [
     (turns("x", "y", "a", "b")[1:], TWO, "begin before the first user turn"),
     ([*turns("a")[:1], *turns("c", "b")], [("user", "a\n\nc"), ("assistant", "b")], "neighbouring turns"),
     ([*turns("a", "b"), *turns("x", "c")[1:]], [("user", "a"), ("assistant", "b\n\nc")], "neighbouring turns"),
+    ([*turns("a", "b"), {**turns("x", "c")[1], "weight": 0}], TWO, "an answer of weight 0 beside another one"),
+    ([turns("a")[0], {**turns("x", "c")[1], "weight": 0}, turns("a", "b")[1]], TWO, "an answer of weight 0"),
     (turns("a", "b", "  ", ""), TWO, "empty turns"),
     (turns("a", "b", "c", None), TWO, "empty turns"),
 ]  # fmt: skip
@@ -422,3 +424,22 @@ def test_a_zst_file_is_read_or_names_its_package(tmp_path: Path, monkeypatch: py
     assert load(tmp_path, zstandard.compress(lines(PAIR)), "own.jsonl.zst").train[0].response == PAIR["response"]
     with pytest.raises(DataError, match="cannot be decompressed"):
         load(tmp_path, b"x", "own.jsonl.zst")
+
+
+@pytest.mark.parametrize(
+    ("column", "nothing"),
+    [("system", ""), ("system", " "), ("system", None), ("history", ""), ("history", "[]"), ("history", [])],
+)
+def test_a_first_row_without_a_system_prompt_or_history_hides_no_others(column: str, nothing: Any, tmp_path: Path):
+    given = {"system": "Answer in German.", "history": [["a", "b"]]}[column]
+    corpus = load(tmp_path, lines({**PAIR, column: nothing}, {**PAIR, column: given}))
+    assert len(said(corpus.train[0])) == 2
+    assert len(said(corpus.train[1])) > 2
+
+
+def test_completions_that_are_judged_one_by_one_are_no_answers_to_learn(tmp_path: Path):
+    rows = [{"prompt": "q", "completion": text, "label": good} for text, good in (("bad", False), ("good", True))]
+    with pytest.raises(DataError, match="has unpaired preferences: its column label says whether"):
+        load(tmp_path, lines(*rows))
+    named = [{**row, "label": ("no", "yes")[row["label"]]} for row in rows]
+    assert len(load(tmp_path, lines(*named)).train) == 2

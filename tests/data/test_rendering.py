@@ -1,5 +1,6 @@
 """Conversations as token ids: equal to transformers' own, and learned where transformers marks the assistant's text."""
 
+import copy
 import json
 import random
 from dataclasses import replace
@@ -180,6 +181,20 @@ def test_a_turn_of_weight_0_is_not_learned():
     assert tokenizer.decode(encoded.input_ids[encoded.targets[0]]) != "Robin"
     text = tokenizer.decode([encoded.input_ids[at] for at in encoded.targets])
     assert text == "Wren.<|im_end|>Robin.<|im_end|>"
+
+
+def test_an_answer_behind_a_space_is_learned_from_its_first_token():
+    """The space that asks for the answer belongs to that token; what asks for one ends before it."""
+    tokenizer = copy.deepcopy(tokenizer_of("chatml"))
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    example = conversation([Message("user", "Name a tree."), Message("assistant", "Oak. Be brief.")])
+    encoded = encode(example, tokenizer, LONG)
+    learned = [encoded.input_ids[at] for at in encoded.targets]
+    assert tokenizer.decode(learned).lstrip(" ") == f"Oak. Be brief.{tokenizer.eos_token}"
+    assert tuple(prompt_ids(example, tokenizer)) == encoded.input_ids[: encoded.prompt_length]
 
 
 def test_a_long_conversation_loses_its_beginning_and_a_long_answer_its_end():

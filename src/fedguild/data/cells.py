@@ -92,7 +92,7 @@ class Table:
         found: dict[str, Any] = dict.fromkeys(columns)
         left = set(columns)
         for row in self.rows:
-            for key in [key for key in left if not _is_missing(row.get(columns[key])) and row[columns[key]] != []]:
+            for key in [key for key in left if not _is_blank(row.get(columns[key]))]:
                 found[key] = row[columns[key]]
                 left.remove(key)
             if not left:
@@ -182,6 +182,10 @@ def with_integers(rows: Iterable[Mapping[str, Any]], columns: set[str]) -> Itera
             key: int(value) if key in columns and isinstance(value, float) and value.is_integer() else value
             for key, value in row.items()
         }
+
+
+def _is_blank(value: Any) -> bool:
+    return _is_missing(value) or value == [] or (isinstance(value, str) and value.strip() in ("", "[]"))
 
 
 def _is_missing(value: Any) -> bool:

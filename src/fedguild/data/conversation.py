@@ -185,12 +185,18 @@ def tidied(messages: Sequence[Message], tally: Tally) -> list[Message]:
     if len(kept) < len(messages):
         tally.changed["conversations have empty turns, which are left out"] += 1
     joined: list[Message] = []
+    merged = False
     for one in kept:
-        if joined and joined[-1].role == one.role != "tool" and not (joined[-1].more or one.more):
+        beside = joined and joined[-1].role == one.role != "tool" and not (joined[-1].more or one.more)
+        if beside and joined[-1].learned != one.learned:
+            tally.changed["conversations have an answer of weight 0 beside another one, which alone is kept"] += 1
+            joined[-1] = one if one.learned else joined[-1]
+        elif beside:
             joined[-1] = replace(one, content=f"{joined[-1].content}\n\n{one.content}")
+            merged = True
         else:
             joined.append(one)
-    if len(joined) < len(kept):
+    if merged:
         tally.changed["conversations have neighbouring turns of one role, which become one turn"] += 1
     first = next((index for index, one in enumerate(joined) if one.role == "user"), len(joined))
     early = [one for one in joined[:first] if one.role != "system"]

@@ -96,6 +96,8 @@ def recognise(table: Table, named: Mapping[str, str] | None = None) -> Layout:
         if any(is_messages(first[key]) for key in ("instruction", "response")):
             return _layout(PAIRS, columns, "system", "history", "instruction", "response", "tools", *beside)
         used = ("instruction", "input", "response", "choices", *beside)
+        if {columns["instruction"], columns["response"]} == {"prompt", "completion"} and "label" in columns:
+            _require_no_judgement(table, columns["label"])
         if any(table.first({key: columns[key]})[key] for key in ("system", "history") if key in columns):
             return _layout(TURNS, columns, "system", "history", *used)
         return _layout(INSTRUCTIONS, columns, *used)
@@ -127,6 +129,15 @@ def _preferences(table: Table, columns: Mapping[str, str], *beside: str) -> Layo
     if any(first.get(key) for key in ("system", "history")):
         return _layout(CHAT_PREFERENCES, columns, "system", "history", *asks, *ANSWERS, *beside)
     return _layout(PREFERENCES, columns, *asks, *ANSWERS, *beside)
+
+
+def _require_no_judgement(table: Table, label: str) -> None:
+    """Raises DataError if a table's label says of each completion whether it is good, as TRL's for KTO does."""
+    if isinstance(table.first({"label": label})["label"], bool):
+        raise DataError(
+            f"{table.where} has unpaired preferences: its column {label} says whether a completion is good.",
+            f"Keep the rows whose {label} is true, in a file without that column; or give pairs, chosen and rejected.",
+        )
 
 
 def _begins_with_an_answer(value: Any) -> bool:
