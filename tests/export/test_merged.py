@@ -1,5 +1,6 @@
 """Merged checkpoints in the hands of plain transformers, against our own logits."""
 
+import copy
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from fedguild.core.errors import ModelError
+from fedguild.data.rendering import ends_of
 from fedguild.export.adapter import obstacle
-from fedguild.export.merged import merged_weights, write_merged
+from fedguild.export.merged import _generation_config, merged_weights, write_merged
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora
@@ -23,6 +25,7 @@ from fedguild.model.backbone import Backbone, make_backbone
 from fedguild.model.plan import AdapterPlan
 from fedguild.server.method import Deployment
 from tests.backbones import DENSE_FAMILIES, MOE_FAMILIES, tiny_backbone, tiny_model
+from tests.data.chat_templates import tokenizer_of
 from tests.export.conftest import assert_same_logits, backbone_of, deployment_of, plain_logits, slot_logits
 
 BaseFolder = Callable[..., Path]
@@ -124,3 +127,14 @@ def test_four_bit_weights_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"tiny olmoe was loaded in 4 bit(.|\n)*model\.load_in_4bit=false"):
         write_merged(tmp_path, backbone, deployment_of(backbone, AdapterPlan((Lora(2, 1.0, ("q_proj",)),))))
     assert not list(tmp_path.iterdir())
+
+
+def test_an_exported_model_stops_where_an_answer_of_its_template_ends() -> None:
+    backbone = tiny_backbone("llama")
+    model, tokenizer = backbone.model, copy.deepcopy(tokenizer_of("chatml"))
+    model.generation_config.eos_token_id = 7
+    changed = _generation_config(model, tokenizer)
+    assert changed.eos_token_id == sorted({7, *ends_of(tokenizer)})
+    assert model.generation_config.eos_token_id == 7
+    tokenizer.chat_template = None
+    assert _generation_config(model, tokenizer) is model.generation_config

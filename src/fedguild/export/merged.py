@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from fedguild.core.errors import ModelError
+from fedguild.core.errors import DataError, ModelError
 from fedguild.core.files import write_json
+from fedguild.data.rendering import ends_of
 from fedguild.export.weights import (
     adapted_weights,
     beyond_weights,
@@ -71,13 +73,28 @@ def write_merged(
     model = backbone.model
     _write_config(folder, backbone, deployment.plan.active_experts, settings or {})
     if model.can_generate():
-        model.generation_config.save_pretrained(folder)
+        _generation_config(model, backbone.tokenizer).save_pretrained(folder)
     if backbone.tokenizer is not None:
         backbone.tokenizer.save_pretrained(folder)
     weights = (
         pair for name, weight in merged_weights(backbone, deployment) for pair in _published(backbone, name, weight)
     )
     _write_shards(folder, chain(weights, (further or {}).items()), shard_bytes)
+
+
+def _generation_config(model: Any, tokenizer: Any) -> Any:
+    """Returns the model's generation config, which stops at the tokens that end an answer of the chat template, too."""
+    given = model.generation_config
+    known = {*(given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id])} - {None}
+    ends = set[int]()
+    if getattr(tokenizer, "chat_template", None):
+        with suppress(DataError):  # one that cannot be trained with
+            ends = ends_of(tokenizer)
+    if ends <= known:
+        return given
+    changed = copy.deepcopy(given)
+    changed.eos_token_id = sorted(known | ends)
+    return changed
 
 
 def require_mergeable(backbone: Backbone) -> None:
