@@ -97,6 +97,7 @@ TIDIED: list[tuple[list[dict[str, Any]], list[tuple[str, str]], str]] = [
     ([*turns("a", "b"), *turns("x", "c")[1:]], [("user", "a"), ("assistant", "b\n\nc")], "neighbouring turns"),
     ([*turns("a", "b"), {**turns("x", "c")[1], "weight": 0}], TWO, "an answer of weight 0 beside another one"),
     ([turns("a")[0], {**turns("x", "c")[1], "weight": 0}, turns("a", "b")[1]], TWO, "an answer of weight 0"),
+    ([{**turns("a")[0], "weight": 0}, *turns("c", "b")], [("user", "a\n\nc"), ("assistant", "b")], "neighbouring turns"),
     (turns("a", "b", "  ", ""), TWO, "empty turns"),
     (turns("a", "b", "c", None), TWO, "empty turns"),
 ]  # fmt: skip
@@ -443,3 +444,4 @@ def test_completions_that_are_judged_one_by_one_are_no_answers_to_learn(tmp_path
         load(tmp_path, lines(*rows))
     named = [{**row, "label": ("no", "yes")[row["label"]]} for row in rows]
     assert len(load(tmp_path, lines(*named)).train) == 2
+    assert len(load(tmp_path, lines(*rows), label_column="label").train) == 2

@@ -183,17 +183,18 @@ def test_a_turn_of_weight_0_is_not_learned():
     assert text == "Wren.<|im_end|>Robin.<|im_end|>"
 
 
-def test_an_answer_behind_a_space_is_learned_from_its_first_token():
+@pytest.mark.parametrize("answer", ["Oak. Be brief.", "42", "\nOak", "鸟"])
+def test_an_answer_behind_a_space_is_learned_from_its_first_token(answer: str):
     """The space that asks for the answer belongs to that token; what asks for one ends before it."""
     tokenizer = copy.deepcopy(tokenizer_of("chatml"))
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
-    example = conversation([Message("user", "Name a tree."), Message("assistant", "Oak. Be brief.")])
+    example = conversation([Message("user", "Name a tree."), Message("assistant", answer)])
     encoded = encode(example, tokenizer, LONG)
     learned = [encoded.input_ids[at] for at in encoded.targets]
-    assert tokenizer.decode(learned).lstrip(" ") == f"Oak. Be brief.{tokenizer.eos_token}"
+    assert tokenizer.decode(learned).removeprefix(" ") == f"{answer}{tokenizer.eos_token}"
     assert tuple(prompt_ids(example, tokenizer)) == encoded.input_ids[: encoded.prompt_length]
 
 

@@ -188,7 +188,7 @@ def tidied(messages: Sequence[Message], tally: Tally) -> list[Message]:
     merged = False
     for one in kept:
         beside = joined and joined[-1].role == one.role != "tool" and not (joined[-1].more or one.more)
-        if beside and joined[-1].learned != one.learned:
+        if beside and one.role == "assistant" and joined[-1].learned != one.learned:
             tally.changed["conversations have an answer of weight 0 beside another one, which alone is kept"] += 1
             joined[-1] = one if one.learned else joined[-1]
         elif beside:

@@ -96,7 +96,11 @@ def recognise(table: Table, named: Mapping[str, str] | None = None) -> Layout:
         if any(is_messages(first[key]) for key in ("instruction", "response")):
             return _layout(PAIRS, columns, "system", "history", "instruction", "response", "tools", *beside)
         used = ("instruction", "input", "response", "choices", *beside)
-        if {columns["instruction"], columns["response"]} == {"prompt", "completion"} and "label" in columns:
+        if (
+            {columns["instruction"], columns["response"]} == {"prompt", "completion"}
+            and "label" in columns
+            and not named.get("label")
+        ):
             _require_no_judgement(table, columns["label"])
         if any(table.first({key: columns[key]})[key] for key in ("system", "history") if key in columns):
             return _layout(TURNS, columns, "system", "history", *used)
@@ -136,7 +140,7 @@ def _require_no_judgement(table: Table, label: str) -> None:
     if isinstance(table.first({"label": label})["label"], bool):
         raise DataError(
             f"{table.where} has unpaired preferences: its column {label} says whether a completion is good.",
-            f"Keep the rows whose {label} is true, in a file without that column; or give pairs, chosen and rejected.",
+            f"Keep the rows whose {label} is true. If it is a class, say so: data.options.label_column={label}.",
         )
 
 

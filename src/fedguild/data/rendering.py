@@ -112,7 +112,7 @@ def prompt_ids(example: Example, tokenizer: Any) -> list[int]:
         return ids or (_tokens(example, tokenizer)[1][:1] if example.train_on == "everything" else [])
     chat = chat_of(tokenizer)
     messages, tools = chat.prepared(example)
-    text = chat.render(messages[:-1], tools, generation=True).rstrip(" ")  # the answer's first token has that space
+    text = chat.render(messages[:-1], tools, generation=True).rstrip(" ")  # which is the answer's
     return chat.tokens(text, messages[:-1], tools, example.special_tokens, generation=True)[0]
 
 
@@ -243,7 +243,7 @@ def _conversation_of(
     start, end = len(ids), False
     for first, last in spans:
         begin = len(text[:first].rstrip(" "))  # a token may begin with the space that asks for the answer
-        inside = [index for index, (one, two) in enumerate(offsets) if begin <= one and first < two <= last]
+        inside = [index for index, (one, two) in enumerate(offsets) if begin <= one and two <= last]
         closing = [index for index in inside if written[index]]
         tail = [index for index in inside if closing and index > closing[-1]]
         end = bool(closing) and not text[offsets[closing[-1]][1] : last].strip()
