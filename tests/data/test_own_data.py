@@ -97,7 +97,7 @@ TIDIED: list[tuple[list[dict[str, Any]], list[tuple[str, str]], str]] = [
     ([*turns("a", "b"), *turns("x", "c")[1:]], [("user", "a"), ("assistant", "b\n\nc")], "neighbouring turns"),
     ([*turns("a", "b"), {**turns("x", "c")[1], "weight": 0}], TWO, "an answer of weight 0 beside another one"),
     ([turns("a")[0], {**turns("x", "c")[1], "weight": 0}, turns("a", "b")[1]], TWO, "an answer of weight 0"),
-    ([{**turns("a")[0], "weight": 0}, *turns("c", "b")], [("user", "a\n\nc"), ("assistant", "b")], "neighbouring turns"),
+    ([{**turns("a")[0], "weight": 0}, *turns("c", "b")], [("user", "a\n\nc"), ("assistant", "b")], "neighbouring"),
     (turns("a", "b", "  ", ""), TWO, "empty turns"),
     (turns("a", "b", "c", None), TWO, "empty turns"),
 ]  # fmt: skip
