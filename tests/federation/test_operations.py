@@ -266,6 +266,15 @@ def test_a_key_that_is_no_longer_in_the_folder_is_shut_out_when_the_server_start
     assert not guild.asked.exists(), "all is known by now"
 
 
+def test_a_server_starts_whose_clients_were_all_revoked_while_it_was_down(guild: Guild) -> None:
+    guild.run()
+    for client in (0, 1):
+        Revocations(guild.state).add(f"client-00{client}")
+        (guild.folder / "nodes" / f"client-00{client}.pub").unlink()
+    guild.run()
+    assert json.loads(guild.asked.read_text().splitlines()[-1]) == {"revoke": ["client-000", "client-001"]}
+
+
 def test_a_key_that_flower_has_had_before_stops_nobody_else(guild: Guild) -> None:
     guild.fault = SPENT
     guild.run()

@@ -140,18 +140,18 @@ def register_keys(nodes: Path, state: Path, environment: Mapping[str, str]) -> l
     revocations, names = Revocations(state), list[str]()
     keys = {key.stem: key for key in sorted(nodes.glob("*.pub"))}
     contents = {name: key.read_text("utf-8").strip() for name, key in keys.items()}
-    gone = {
-        name for name, key in _registered(state).items() if contents.get(name) != key or name in revocations.names()
-    }
-    if gone and not keys:
+    registered = _registered(state)
+    revoked = registered.keys() & revocations.names()
+    changed = sorted(name for name in registered.keys() - revoked if contents.get(name) != registered[name])
+    if changed and not keys:
         raise FedGuildError(
-            f"{nodes} has no key, but {', '.join(sorted(gone))} were registered.",
+            f"{nodes} has no key, but {', '.join(changed)} were registered.",
             "Put the keys back; to shut a client out, use `fedguild federation revoke`.",
         )
-    if gone:
-        _shut_out(sorted(gone), state, environment)
-        AuditLog(state).extend("revoked", [{"client": name} for name in sorted(gone - revocations.names())])
-    lines = [f"{name} is shut out: its key was replaced or removed." for name in sorted(gone - revocations.names())]
+    if revoked or changed:
+        _shut_out(sorted({*revoked, *changed}), state, environment)
+        AuditLog(state).extend("revoked", [{"client": name} for name in changed])
+    lines = [f"{name} is shut out: its key was replaced or removed." for name in changed]
     registered = _registered(state)
     new = {name: str(key.resolve()) for name, key in keys.items() if registered.get(name) != contents[name]}
     if not new:
