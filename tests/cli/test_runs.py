@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import fedguild
-from fedguild.config import load_config
+from fedguild.config import load_config, load_saved
 from fedguild.core.errors import ConfigError
 from fedguild.measuring.log.index import read_plan
 from fedguild.runs.api.run_grid import Row, plan_grid
@@ -99,6 +99,25 @@ def test_compare_keeps_finished_cells_and_resumes_half_finished_ones(invoke, exp
     ]
     assert json.loads(second.stdout) == json.loads(first)
     assert "flame-tiny-tasks seed 0: already finished" in second.stderr
+
+
+def test_a_half_finished_cell_goes_on_with_what_does_not_change_results(
+    invoke: Invoke, experiment: FakeExperiment
+) -> None:
+    """As after too little memory for as many clients at a time."""
+    arguments = ("compare", "flame/tiny-tasks", "--seeds", "0", "--output", "grid")
+    invoke(*arguments)
+    folder = Path("grid/flame-tiny-tasks/seed-0")
+    (folder / "report.html").unlink()
+    same = invoke(*arguments)
+    assert "goes on with" not in same.stderr
+    (folder / "report.html").unlink()
+    changed = invoke(*arguments, "federation.cohort_size=1", "model.gradient_checkpointing=true")
+    assert changed.exit_code == 0, changed.output
+    assert "seed 0: goes on with other values of model.gradient_checkpointing, federation.cohort_size" in changed.stderr
+    assert experiment.calls[-1] == ("resume", folder)
+    written = load_saved(folder / "config.yaml")
+    assert (written.federation.cohort_size, written.model.gradient_checkpointing) == (1, True)
 
 
 def test_compare_does_not_mix_runs_of_other_settings(invoke: Invoke, experiment: FakeExperiment) -> None:

@@ -1,4 +1,5 @@
 import hashlib
+from pathlib import Path
 
 import pytest
 
@@ -58,3 +59,14 @@ def test_a_cut_off_file_is_noticed(tmp_path, length):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"Cannot read .*absent: No such file"):
         read_sealed(tmp_path / "absent")
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts what Linux shows of file descriptors")
+def test_mapped_files_hold_no_file_descriptor(tmp_path):
+    path = tmp_path / "file"
+    write_sealed(path, CONTENT, aligned=True)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    mapped = [map_sealed(path)[0] for _ in range(20)]
+    assert len(list(Path("/proc/self/fd").iterdir())) - before < len(mapped)
+    mapped[0][0] ^= 1
+    assert bytes(mapped[1]) == read_sealed(path) == CONTENT, "a write is private"

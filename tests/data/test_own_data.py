@@ -98,6 +98,7 @@ TIDIED: list[tuple[list[dict[str, Any]], list[tuple[str, str]], str]] = [
     ([*turns("a", "b"), {**turns("x", "c")[1], "weight": 0}], TWO, "an answer of weight 0 beside another one"),
     ([turns("a")[0], {**turns("x", "c")[1], "weight": 0}, turns("a", "b")[1]], TWO, "an answer of weight 0"),
     ([{**turns("a")[0], "weight": 0}, *turns("c", "b")], [("user", "a\n\nc"), ("assistant", "b")], "neighbouring"),
+    ([*turns("a", "b", "c"), {**turns("x", "d")[1], "weight": 0}], TWO, "end with an answer of weight 0"),
     (turns("a", "b", "  ", ""), TWO, "empty turns"),
     (turns("a", "b", "c", None), TWO, "empty turns"),
 ]  # fmt: skip
@@ -251,6 +252,58 @@ def test_objects_of_python_are_text_or_refused(tmp_path: Path):
         content = as_file(rows_of([{**PAIR, "response": value, "other": object()}])["train"])[1]
         with pytest.raises(DataError, match=r"column response: a dict \(\{'python': '"):
             load(tmp_path, content)
+
+
+def test_missing_cells_of_a_frame_hold_nothing():
+    frame = pandas.DataFrame(
+        {"response": ["a", None], "day": [None, pandas.Timestamp(2024, 1, 31)], "label": [1, None]}
+    )
+    for each in (frame, frame.convert_dtypes()):
+        first, second = rows_of(each)["train"]
+        assert (first, second["label"], second["response"]) == ({"response": "a", "day": None, "label": 1}, None, None)
+
+
+@pytest.mark.parametrize("number", [2**53 + 1, 2**53])
+def test_a_label_is_the_integer_that_is_written(tmp_path: Path, number: int):
+    assert load(tmp_path, lines({**PAIR, "label": number})).train[0].label == str(number)
+
+
+def test_half_a_character_names_the_row(tmp_path: Path):
+    whole = json.dumps({**PAIR, "response": "\N{BIRD}"})  # which JSON may spell in two halves
+    assert load(tmp_path, whole.encode()).train[0].response == "\N{BIRD}"
+    with pytest.raises(DataError, match=r"Row 2 of .*own\.jsonl has \\ud83d, half of a character"):
+        load(tmp_path, f"{json.dumps(PAIR)}\n{whole.replace(whole[whole.index('d83d') + 4 :][:6], '')}\n".encode())
+
+
+def test_a_call_by_function_call_needs_no_content(tmp_path: Path):
+    call = {"role": "assistant", "function_call": {"name": "weather", "arguments": "{}"}}
+    result = {"role": "function", "name": "weather", "content": "30"}
+    (example,) = load(tmp_path, lines({"messages": [turns("a")[0], call, result, *turns("x", "b")[1:]]})).train
+    assert said(example) == [("user", "a"), ("assistant", ""), ("tool", "30"), ("assistant", "b")]
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_arguments_of_typed_rows_have_no_keys_of_other_rows(tmp_path: Path, given: bool):
+    """Parquet's and Arrow's mappings have all keys that any row has, with nothing in them."""
+
+    def calling(**arguments: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": dict(arguments)}}}
+        return {
+            "messages": [turns("a")[0], {"role": "assistant", "content": None, "tool_calls": [call]}, *turns("b", "c")],
+            "tools": [tool],
+        }
+
+    rows = [calling(city="Ulm"), calling(days=3)]
+    if given:
+        train = load(tmp_path, as_file(rows_of(datasets.Dataset.from_list(rows))["train"])[1]).train
+    else:
+        datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "own.parquet"))
+        train = load_corpus("instructions", train=str(tmp_path / "own.parquet")).train
+    for example, wanted in zip(train, ({"city": "Ulm"}, {"days": 3}), strict=True):
+        (call,) = json.loads(example.messages[1].more)["tool_calls"]
+        assert call["function"]["arguments"] == wanted
+        assert json.loads(example.tools)[0]["function"]["parameters"]["properties"] == wanted
 
 
 def test_messages_of_a_dataset_are_conversations(tmp_path: Path):

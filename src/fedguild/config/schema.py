@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -343,6 +344,14 @@ class Config(Section):
             if key == "federation" and aggregator and self.federation.aggregator == "auto":
                 text += f"  # aggregator: {aggregator}\n"
         return text
+
+    def changes_since(self, before: Config) -> list[str]:
+        """Returns the settings outside of the fingerprint that another config has differently, as `section.key`."""
+
+        def value(config: Config, path: tuple[str, ...]) -> Any:
+            return reduce(getattr, path, config)
+
+        return [".".join(path) for path in NOT_IN_FINGERPRINT if value(self, path) != value(before, path)]
 
     def fingerprint(self) -> str:
         """Returns the SHA-256 of every setting that determines results, 64 hexadecimal digits.

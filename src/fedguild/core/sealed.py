@@ -7,8 +7,9 @@
 from __future__ import annotations
 
 import hashlib
-import mmap
 from pathlib import Path
+
+import torch
 
 from fedguild.core.errors import CheckpointError
 from fedguild.core.files import replacing
@@ -57,11 +58,7 @@ def map_sealed(path: Path) -> tuple[memoryview, bytes]:
     Raises:
         CheckpointError: as `read_sealed`.
     """
-    try:
-        with open(path, "rb") as file:
-            whole = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"Cannot read {path}: {error}.") from error
+    whole = map_file(path)
     if bytes(whole[_SEAL_BYTES - 1 : _SEAL_BYTES]) != b" ":
         content = memoryview(bytearray(read_sealed(path)))
         return content, hashlib.sha256(content).digest()
@@ -70,6 +67,20 @@ def map_sealed(path: Path) -> tuple[memoryview, bytes]:
     if bytes(whole[:_ALIGNED_BYTES]) != _seal(found, aligned=True):
         raise CheckpointError(f"{path} is damaged: its checksum does not match its {len(content)} bytes of content.")
     return content, found.digest()
+
+
+def map_file(path: Path) -> memoryview:
+    """Returns a file as a part of the process's memory that the system can drop and read again; writes stay private.
+
+    Unlike Python's `mmap` it holds no file descriptor: a long run maps hundreds of versions.
+
+    Raises:
+        CheckpointError: the file is missing or cannot be read.
+    """
+    try:
+        return torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8).numpy().data
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"Cannot read {path}: {getattr(error, 'strerror', error)}.") from error
 
 
 def remove_leftovers(folder: Path, *, below: bool = False) -> None:

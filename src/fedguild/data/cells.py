@@ -29,11 +29,13 @@ class Table:
         where: The file or hub dataset, for messages.
         columns: Names of the columns found.
         rows: The records; may be read several times.
+        typed: Whether every mapping in a cell has the keys of all rows' mappings there, as in Parquet.
     """
 
     where: str
     columns: tuple[str, ...]
     rows: Iterable[Row]
+    typed: bool = False
 
     def select(
         self,
@@ -162,6 +164,16 @@ def plain(value: Any) -> Any:
     return [plain(one) for one in value] if isinstance(value, list) else value
 
 
+def without_fill(value: Any) -> Any:
+    """Returns a cell of a typed table without the keys that hold nothing, below the mappings of the cell's own list.
+
+    Arguments of a tool call, for example, lose those that only other rows' calls have; a message keeps its keys.
+    """
+    if isinstance(value, list):
+        return [without_fill(one) for one in value]
+    return {key: _filled(one) for key, one in value.items()} if isinstance(value, Mapping) else value
+
+
 def whole_floats(rows: Iterable[Mapping[str, Any]], columns: Iterable[str]) -> set[str]:
     """Returns the columns of floats that are all whole: integers that a missing cell made floats."""
     found: set[str] = set()
@@ -182,6 +194,14 @@ def with_integers(rows: Iterable[Mapping[str, Any]], columns: set[str]) -> Itera
             key: int(value) if key in columns and isinstance(value, float) and value.is_integer() else value
             for key, value in row.items()
         }
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_filled(one) for one in value]
+    if isinstance(value, Mapping):
+        return {key: _filled(one) for key, one in value.items() if one is not None}
+    return value
 
 
 def _is_blank(value: Any) -> bool:

@@ -10,10 +10,11 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from typing import Any
 
 from fedguild.core.errors import DataError
-from fedguild.data.cells import Number, Table, plain, verbatim
+from fedguild.data.cells import Number, Table, plain, verbatim, without_fill
 from fedguild.data.example import Example, Message, shared_turns
 from fedguild.data.layouts import (
     ANSWERS,
@@ -179,7 +180,7 @@ def tidied(messages: Sequence[Message], tally: Tally) -> list[Message]:
     """Returns a conversation by the rules for turns; empty if nothing in it can be learned.
 
     Empty turns are left out; neighbouring turns of one role become one, a blank line between them; a conversation
-    begins with the user's turn (or a system message) and ends with the assistant's.
+    begins with the user's turn (or a system message) and ends with the last answer that is to be learned.
     """
     kept = [one for one in messages if one.content.strip() or one.more or one.role == "tool"]
     if len(kept) < len(messages):
@@ -200,13 +201,15 @@ def tidied(messages: Sequence[Message], tally: Tally) -> list[Message]:
         tally.changed["conversations have neighbouring turns of one role, which become one turn"] += 1
     first = next((index for index, one in enumerate(joined) if one.role == "user"), len(joined))
     early = [one for one in joined[:first] if one.role != "system"]
-    last = max((index for index, one in enumerate(joined) if one.role == "assistant"), default=-1)
-    if first > last or not any(one.role == "assistant" and one.learned for one in joined[first:]):
+    last = max((index for index, one in enumerate(joined) if one.role == "assistant" and one.learned), default=-1)
+    if first > last:
         tally.dropped["conversations without an assistant turn that answers"] += 1
         return []
     if early:
         tally.changed["conversations begin before the first user turn, which is where they now begin"] += 1
-    if last < len(joined) - 1:
+    if any(one.role == "assistant" for one in joined[last + 1 :]):
+        tally.changed["conversations end with an answer of weight 0, before which they now end"] += 1
+    elif last < len(joined) - 1:
         tally.changed["conversations end after the last assistant turn, which is where they now end"] += 1
     return [*(one for one in joined[:first] if one.role == "system"), *joined[first : last + 1]]
 
@@ -236,7 +239,7 @@ class _Row:
     def parsed(self, key: str, value: Any) -> Any:
         """Returns a nested cell, which a table of texts holds as JSON."""
         if not isinstance(value, str):
-            return plain(value)
+            return plain(without_fill(value) if self.table.typed else value)
         try:
             return json.loads(value)
         except ValueError:
@@ -251,9 +254,10 @@ def _about(row: _Row) -> dict[str, Any]:
     task = row.cell("task").strip() or "instructions"
     label = row.cell("label").strip()
     if label and isinstance(row.cells["label"], Number):
-        if not float(label).is_integer():
+        number = Decimal(label)  # a float would give neighbours beyond 2^53 one name
+        if number != int(number):
             raise row.error("label", f"the number {label}", "an integer or a name")
-        label = str(int(float(label)))
+        label = str(int(number))
     return {"label": label or task, "task": task, "document": row.cell("document").strip()}
 
 

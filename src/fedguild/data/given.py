@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 from fedguild.config.data import GIVEN
 from fedguild.core.errors import DataError
 from fedguild.core.files import write_bytes, write_json
-from fedguild.data.cells import verbatim, whole_floats, with_integers
+from fedguild.data.cells import verbatim, whole_floats, with_integers, without_fill
 from fedguild.data.corpora.spec import CorpusSpec
 from fedguild.data.example import Example
 from fedguild.data.partition import PartitionScheme, Parts, as_parts
@@ -127,8 +127,8 @@ def given_parts(
 
 
 def _rows(part: Any) -> list[dict[str, Any]]:
-    to_records: Callable[..., Any] | None = getattr(part, "to_dict", None) if hasattr(part, "iloc") else None
-    rows = to_records("records") if to_records is not None else part
+    is_frame, is_typed = hasattr(part, "iloc"), hasattr(part, "features")
+    rows = part.astype(object).where(part.notna(), None).to_dict("records") if is_frame else part
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise DataError(
             f"A dataset cannot be a {type(part).__name__}.",
@@ -140,7 +140,9 @@ def _rows(part: Any) -> list[dict[str, Any]]:
         raise DataError(f"A row of the dataset is a {type(wrong).__name__}, not a mapping of columns to values.")
     if not listed:
         raise DataError("The dataset has no rows.")
-    cells = [{str(key): _cell(value) for key, value in row.items()} for row in listed]
+    cells = [
+        {str(key): _cell(without_fill(value) if is_typed else value) for key, value in row.items()} for row in listed
+    ]
     return list(with_integers(cells, whole_floats(cells, dict.fromkeys(key for row in cells for key in row))))
 
 

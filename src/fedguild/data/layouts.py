@@ -49,6 +49,9 @@ CHAT_PREFERENCES = "conversational preference pairs"
 ANSWERS = ("chosen", "rejected")
 
 
+_MESSAGE_KEYS = ({"role", "content"}, {"from", "value"}, {"role", "tool_calls"}, {"role", "function_call"})
+
+
 @dataclass(frozen=True)
 class Layout:
     """What a table was recognised as.
@@ -163,11 +166,7 @@ def unlisted(value: Any) -> Any:
 def is_messages(value: Any) -> bool:
     listed = _listed(value)
     return bool(listed) and all(
-        isinstance(one, Mapping)
-        and (
-            {"role", "content"} <= one.keys() or {"from", "value"} <= one.keys() or {"role", "tool_calls"} <= one.keys()
-        )
-        for one in listed
+        isinstance(one, Mapping) and any(keys <= one.keys() for keys in _MESSAGE_KEYS) for one in listed
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,7 +27,7 @@ from fedguild.core.errors import CheckpointError, FedGuildError
 from fedguild.core.files import replacing
 from fedguild.core.packing import Scalar, pack, unpack, views
 from fedguild.core.payload import Payload
-from fedguild.core.sealed import read_sealed, remove_leftovers, write_sealed
+from fedguild.core.sealed import map_file, read_sealed, remove_leftovers, write_sealed
 
 _SUFFIX = ".checkpoint"
 FORMAT, WITH_HISTORY = 2, 3
@@ -271,16 +270,15 @@ def _remove_unused(folder: Path, needed: set[str], others: list[int]) -> None:
 
 
 def _mapped(path: Path, prefix: str, *, verified: bool = False) -> dict[str, Tensor]:
-    """Returns the tensors of a file as a part of the process's memory that the system can drop and read again.
+    """Returns the tensors of a file of the history, mapped.
 
     Raises:
         CheckpointError: the file is missing or, if it is to be verified, damaged.
     """
     try:
-        with open(path, "rb") as file:
-            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"Cannot read {path}, a part of the run's history: {error}.") from error
+        content = map_file(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error.message} It is a part of the run's history.") from error
     if verified and hashlib.sha256(content).hexdigest() != path.name:
         raise CheckpointError(f"{path}, a part of the run's history, is damaged: its checksum does not match.")
     tensors = {f"{prefix}{name}": tensor for name, tensor in views(content).items()}

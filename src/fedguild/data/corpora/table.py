@@ -48,6 +48,7 @@ _OPENED: dict[str, Callable[[Any], bytes]] = {
     ".zip": lambda content: _unzipped(content),
     ".zst": lambda content: _unzstandard(content),
 }
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _ROW_LISTS = ("data", "rows", "train", "examples", "records", "instances")
 _LONGEST_CELL = (1 << 31) - 1
 
@@ -139,12 +140,27 @@ def read_file(path: Path, headerless: Headerless | None = None, form: TextForm |
     if kind in ("json", "csv"):
         content = read_text(path, form.encoding)
         rows = list(_json_rows(path, content) if kind == "json" else _csv_rows(path, content, headerless, form))
+        if kind == "json" and _SURROGATE.search(content):
+            _require_unicode(path, rows)
     else:
         rows = _excel_rows(path) if kind == "excel" else _streamed(kind, path)
         rows = list(with_integers(rows, whole_floats(rows, _columns(rows))))
     if not rows:
         raise DataError(f"{path} holds no records.")
-    return Table(str(path), _columns(rows), rows)
+    return Table(str(path), _columns(rows), rows, typed=kind not in ("json", "csv", "excel"))
+
+
+def _require_unicode(path: Path, rows: Iterable[Row]) -> None:
+    r"""Raises DataError if a row has one half of a character that JSON spells in two, such as `"\ud83d"`."""
+    for number, row in enumerate(rows, start=1):
+        try:
+            json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):x}"
+            raise DataError(
+                f"Row {number} of {path} has {half}, half of a character, so its text is not Unicode.",
+                "The text was cut or damaged before it was written: mend or leave out the row.",
+            ) from error
 
 
 def _columns(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -154,7 +170,8 @@ def _columns(rows: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 def _joined(tables: list[Table]) -> Table:
     columns = tuple(dict.fromkeys(name for table in tables for name in table.columns))
     where = ", ".join(table.where for table in tables[:3]) + (", ..." if len(tables) > 3 else "")
-    return Table(where, columns, [row for table in tables for row in table.rows])
+    rows = [row for table in tables for row in table.rows]
+    return Table(where, columns, rows, typed=any(table.typed for table in tables))
 
 
 def read_text(path: Path, encoding: str | None = None) -> str:
@@ -390,7 +407,7 @@ def _typed(dataset: Any, where: str) -> Table:
     floats = [name for name, kind in dataset.features.items() if str(getattr(kind, "dtype", "")).startswith("float")]
     whole = whole_floats(dataset.select_columns(floats), floats) if floats else set()
     rows = list(with_integers(dataset, whole)) if whole else dataset
-    return Table(where, tuple(dataset.column_names), rows)
+    return Table(where, tuple(dataset.column_names), rows, typed=True)
 
 
 def _read_hub(hub: HubDataset, splits: tuple[str, ...]) -> Table:

@@ -121,6 +121,8 @@ class Launch:
         elif self.may_diverge and state == "partial" and divergence(cell.folder):
             self.tell(f"{cell.title}: diverged before; remove {cell.folder} to try it again")
         else:
+            if state == "partial" and (changed := cell.rewrite_config()):
+                self.tell(f"{cell.title}: goes on with other values of {', '.join(changed)}")
             return True
         return False
 

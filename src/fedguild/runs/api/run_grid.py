@@ -11,8 +11,9 @@ from fedguild.config import Config, TableCell, load_saved
 from fedguild.config.explaining import Layer
 from fedguild.config.loading import Given, Override
 from fedguild.config.table import ONLY_COLUMN
+from fedguild.config.trust import trust
 from fedguild.core.errors import ConfigError
-from fedguild.core.files import write_json
+from fedguild.core.files import write_json, write_text
 from fedguild.core.layout import CHECKPOINTS, CONFIG, STOPPED
 from fedguild.measuring.log.index import PLAN_FILE, REPORT_FILE
 from fedguild.runs.api.inputs import Inputs
@@ -78,6 +79,15 @@ class Cell:
         last = checkpoint.latest(self.folder / CHECKPOINTS)
         ended = last == self.config.federation.rounds or (self.folder / STOPPED).is_file()
         return "finished" if ended and (self.folder / REPORT_FILE).is_file() else "partial"
+
+    def rewrite_config(self) -> list[str]:
+        """Writes this config into the folder of a run that has begun; returns the settings that differed."""
+        path = self.folder / CONFIG
+        changed = self.config_to_run.changes_since(load_saved(path))
+        if changed:
+            trust(path, self.config_to_run.code)
+            write_text(path, self.config_to_run.resolved_yaml())
+        return changed
 
 
 @dataclass(frozen=True)
