@@ -86,7 +86,8 @@ def test_truncation_keeps_the_bytes_of_complete_rounds(tmp_path: Path) -> None:
     log.append(evaluation(0), client(1), complete_round(1))
     kept = log.path.read_bytes()
     log.append(client(2), evaluation(2))
-    log.truncate_after(1)
+    with log.truncating_after(1):
+        pass
     assert log.path.read_bytes() == kept
 
 
@@ -191,7 +192,8 @@ def test_a_log_of_0_2_0_is_read_and_sealed_when_its_run_goes_on(tmp_path: Path) 
     log = RunLog(tmp_path)
     log.path.write_text("".join(record.model_dump_json() + "\n" for record in (evaluation(0), evaluation(1))))
     assert log.read() == [evaluation(0), evaluation(1)]
-    log.truncate_after(0)
+    with log.truncating_after(0):
+        pass
     log.append(evaluation(1))
     assert log.read() == [evaluation(0), evaluation(1)]
     assert all("seal" in json.loads(line) for line in log.path.read_text().splitlines())
@@ -213,16 +215,18 @@ def test_records_that_are_missing_from_the_end_show_against_the_seal(tmp_path: P
     last = RunLog(tmp_path).seal
     assert len({"0" * 16, first, last}) == 3
     log.append(client(2))
-    log.truncate_after(1, last)
+    with log.truncating_after(1, last):
+        pass
     assert log.seal == last
     log.append(evaluation(1))
-    log.truncate_after(1, last)
+    with log.truncating_after(1, last):
+        pass
     assert log.seal == last, "of the same round, but written after the seal was taken"
     lines = log.path.read_bytes().splitlines(keepends=True)
     log.path.write_bytes(b"".join(lines[:-1]))
-    with pytest.raises(CheckpointError, match="records are missing"):
-        log.truncate_after(1, last)
+    with pytest.raises(CheckpointError, match="records are missing"), log.truncating_after(1, last):
+        pass
     assert log.path.read_bytes() == b"".join(lines[:-1])
     log.path.unlink()
-    with pytest.raises(CheckpointError, match="records are missing"):
-        log.truncate_after(1, last)
+    with pytest.raises(CheckpointError, match="records are missing"), log.truncating_after(1, last):
+        pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -123,13 +124,15 @@ def test_going_back_to_an_earlier_round_begins_anew(tmp_path: Path) -> None:
     seen = view(folder)
     before = parts_of(seen)
     epoch = seen.board.epoch
-    RunLog(folder).truncate_after(4)
+    with RunLog(folder).truncating_after(4):
+        pass
     after = parts_of(seen)
     assert after["page"]["totals"]["round"] == 4
     assert sorted(after["rounds"], key=int) == ["1", "2", "3", "4"]
     assert after["clients"]["0"]["upload_bytes"] < before["clients"]["0"]["upload_bytes"]
     assert seen.board.epoch == epoch + 1
-    RunLog(folder).truncate_after(0)
+    with RunLog(folder).truncating_after(0):
+        pass
     assert parts_of(seen)["clients"].keys() == before["clients"].keys(), "those that have no record yet"
 
 
@@ -203,6 +206,25 @@ def test_a_follower_waits_for_a_folder_that_does_not_exist(tmp_path: Path) -> No
     follower.refresh()
     assert follower.board.get("page", "standing")["word"] == "running"
     assert follower.board.get("page", "facts")["kind"] == "run"
+
+
+def test_a_follower_outlives_a_folder_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shown(key: str, value: str) -> None:
+        limit = time.monotonic() + 30
+        while value not in follower.board.get("page", "standing")[key]:
+            assert time.monotonic() < limit, follower.board.get("page", "standing")
+            time.sleep(0.01)
+
+    follower = Follower(live_run(tmp_path / "run"), poll_seconds=0.01)
+    follower.start()
+    try:
+        shown("word", "running")
+        with monkeypatch.context() as patch:
+            patch.setattr(RunView, "refresh", lambda self: (_ for _ in ()).throw(OSError("stale file handle")))
+            shown("reason", "cannot be read now: stale file handle")
+        shown("word", "running")
+    finally:
+        follower.stop()
 
 
 @pytest.mark.parametrize(("make", "kind"), [(live_run, RunView), (comparison, GridView), (federation, FederationView)])

@@ -77,7 +77,8 @@ def play(
     """
     records = RunLog(source).read()
     log = RunLog(folder)
-    log.truncate_after(first - 1)
+    with log.truncating_after(first - 1):
+        pass
     if first == 1:
         log.append(*[record for record in records if record.round == 0])
     try:

@@ -338,8 +338,11 @@ class RunLog:
         with open(self.path, "rb", buffering=0) as stream:
             return chained.last_seal(stream)[1]
 
-    def truncate_after(self, round: int, seal: str | None = None) -> None:
-        """Drops the records of every round after `round`, atomically.
+    @contextmanager
+    def truncating_after(self, round: int, seal: str | None = None) -> Iterator[None]:
+        """Drops the records of every round after `round`, atomically and at the end of the block.
+
+        The block is entered only if the log can be truncated.
 
         Args:
             round: The last round whose records are kept.
@@ -350,12 +353,6 @@ class RunLog:
             CheckpointError: a complete line is damaged, or records of a kept round are missing from the end.
             FedGuildError: the file cannot be written; its content is unchanged.
         """
-        with self.truncating_after(round, seal):
-            pass
-
-    @contextmanager
-    def truncating_after(self, round: int, seal: str | None = None) -> Iterator[None]:
-        """As `truncate_after`, at the end of a block that is entered only if the log can be truncated."""
         if not self.path.exists() and seal in (None, chained.START):
             yield
             return

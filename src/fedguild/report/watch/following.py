@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from fedguild.core.errors import first_line
 from fedguild.core.layout import AUDIT, RUN
 from fedguild.measuring.log.index import PLAN_FILE, find_runs, is_run
 from fedguild.measuring.log.standing import Standing
@@ -109,7 +110,14 @@ class Follower:
 
     def _follow(self) -> None:
         while not self._stop.is_set():
-            if not self.refresh():
+            try:
+                more = self.refresh()
+            except Exception as error:  # the page says so, and goes on once the folder can be read
+                reason = f"{self.folder} cannot be read now: {first_line(error)}"
+                self.board.put("page", "standing", {"word": "waiting", "reason": reason, "holder": ""})
+                self.board.tell()
+                more = False
+            if not more:
                 self._stop.wait(self._poll_seconds)
         if self.view is not None:
             self.view.close()
