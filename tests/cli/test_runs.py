@@ -120,6 +120,17 @@ def test_a_half_finished_cell_goes_on_with_what_does_not_change_results(
     assert (written.federation.cohort_size, written.model.gradient_checkpointing) == (1, True)
 
 
+def test_compare_is_not_shared_by_the_processes_of_torchrun(
+    invoke: Invoke, experiment: FakeExperiment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1")):
+        monkeypatch.setenv(name, value)
+    result = invoke("compare", "flame/tiny-tasks", "--seeds", "0", "--output", "grid")
+    assert result.exit_code == 2
+    assert "torchrun's processes share one run" in result.stderr
+    assert not Path("grid").exists()
+
+
 def test_compare_does_not_mix_runs_of_other_settings(invoke: Invoke, experiment: FakeExperiment) -> None:
     invoke("compare", "flame/tiny-tasks", "--seeds", "0", "--output", "grid")
     result = invoke("compare", "flame/tiny-tasks", "training.steps=3", "--seeds", "0", "--output", "grid")

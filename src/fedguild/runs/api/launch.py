@@ -70,6 +70,13 @@ class Launch:
             raise ConfigError(f"There is no launcher '{self.launcher}' for several runs.", "Known: local, ray.")
         if self.jobs < 1:
             raise ConfigError(f"At least one run goes on at a time, but jobs is {self.jobs}.")
+        from fedguild.engines.torchrun import torchrun_ranks
+
+        if torchrun_ranks() > 1:
+            raise ConfigError(
+                "torchrun's processes share one run, but several are to be completed.",
+                "Start one run by torchrun (fedguild run), or these without it: in turn, with jobs, on Ray.",
+            )
 
     @property
     def is_here(self) -> bool:
