@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 from statistics import fmean, stdev
 
 import pytest
 
+from fedguild.cli.output import show_grids, show_json
 from fedguild.core.errors import ConfigError
 from fedguild.measuring.log.folder import Run, load_run
 from fedguild.report.comparison import compare
@@ -130,8 +133,48 @@ def test_a_lead_whose_interval_includes_zero_is_called_so(runs: Runs) -> None:
     ]
     lead = comparison_summary(compare({"noisy": noisy, "flame": runs["flame"]}))[0]
     assert lead.endswith("the 95 % interval includes 0, so these seeds do not tell them apart.")
-    single = comparison_summary(compare({label: members[:1] for label, members in runs.items()}))[0]
-    assert single.endswith("from one seed, so chance is not ruled out.")
+    for count, told in ((1, "from one seed, so chance is not ruled out."), (2, "from 2 seeds, too few to decide.")):
+        few = comparison_summary(compare({label: members[:count] for label, members in runs.items()}))[0]
+        assert few.endswith(told)
+
+
+@pytest.mark.parametrize("columns", ["", "100"])
+def test_a_printed_table_loses_no_figure(
+    runs: Runs, columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pipe is as wide as the table; on a screen that is not, cells are folded."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    if columns:
+        monkeypatch.setenv("COLUMNS", columns)
+    grid = compare({f"the method {label} at its best rate": members for label, members in runs.items()}).score_grid()
+    show_grids(grid)
+    printed = capsys.readouterr().out
+    assert "…" not in printed
+    for text in (cell.text for row in grid.rows for cell in row[1:]):
+        assert all(word in printed for word in text.split()), text
+    if columns:
+        assert max(map(len, printed.splitlines())) <= int(columns)
+
+
+def test_a_lead_that_was_chosen_among_several_is_called_so(runs: Runs) -> None:
+    lead = comparison_summary(compare({**runs, "again": runs["flame"]}, "fedit-ranks"))[0]
+    assert lead.endswith("the 95 % interval excludes 0, not corrected for the choice of the best of 2.")
+
+
+def test_a_metric_that_is_infinite_under_one_seed_is_compared_and_printed(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def diverged(run: Run) -> Run:
+        update = {"metrics": {"perplexity": math.inf}}
+        return dataclasses.replace(run, evaluations=[one.model_copy(update=update) for one in run.evaluations])
+
+    table = compare({"flame": [diverged(runs["flame"][0]), *runs["flame"][1:]], "fedit-ranks": runs["fedit-ranks"]})
+    grid = table.metric_grid()
+    assert grid is not None
+    assert grid.rows[0][1].text == "inf ± nan"
+    show_json(table.to_json())
+    found = json.loads(capsys.readouterr().out)["methods"][0]["metrics"]["perplexity"]
+    assert (found["mean"], found["std"]) == (None, None)
 
 
 def test_the_outcome_of_a_run_in_words(run: Run) -> None:
@@ -140,6 +183,9 @@ def test_the_outcome_of_a_run_in_words(run: Run) -> None:
     assert own == "On their own data the clients' own models score 0.655 on average."
     scored = f"After 6 rounds, flame scores {table.mean:.3f} in exact match on average over 4 budgets"
     assert lead.startswith(f"{scored}, up from 0.264 ")
+    for before, told in ((0.9, "down from 0.900"), (table.mean, f"the same as {table.mean:.3f}")):
+        lead = run_summary(dataclasses.replace(table, mean_before=before))[0]
+        assert lead.startswith(f"{scored}, {told} before training")
     best, score = table.rows[0].score, table.rows[3].score
     assert smallest.startswith(f"The smallest budget, b4 (1 active expert), reaches {score:.3f}, {score / best:.0%}")
 

@@ -27,6 +27,11 @@ def bubbles(svg: str) -> int:
     return len(list(group.iter(f"{SVG}use"))) or len(list(group.iter(f"{SVG}path")))
 
 
+def test_a_dollar_in_a_name_is_a_dollar() -> None:
+    svg = figures.partition_bubbles(["from $5 to $10", "$\\foo$"], np.ones((2, 2), int), ["first", "second"])
+    assert {"from $5 to $10", "$\\foo$"} <= set(texts(svg))
+
+
 def test_score_curves_name_each_line_with_its_last_score() -> None:
     svg = figures.score_curves({"b1": [(0, 0.1), (1, 0.7)], "b<2>": [(0, 0.1), (1, 0.69)]}, "test")
     said = " ".join(texts(svg))

@@ -11,7 +11,7 @@ from fedguild.core.errors import ConfigError
 from fedguild.measuring.log.folder import Run
 from fedguild.measuring.log.records import ObservationRecord
 from fedguild.report.observation_figures import observation_figure, split_labels
-from fedguild.report.observations import Series, entry_over_seeds, observation_grid, observed
+from fedguild.report.observations import Series, entry_over_seeds, observation_grid, observed, stability_grids
 from fedguild.report.style import FULL_WIDTH, NARROW_WIDTH
 from tests.report.test_figures import SVG, texts
 
@@ -118,6 +118,18 @@ def of_two_seeds(run: Run) -> list[Run]:
         ]
         runs.append(dataclasses.replace(run, config={"seed": seed}, observations=records))
     return runs
+
+
+def test_a_figure_whose_first_entry_another_seed_lacks_is_left_out(run: Run) -> None:
+    one, other = (
+        dataclasses.replace(
+            seed, observations=[record.model_copy(update={"unit": "experts"}) for record in seed.observations]
+        )
+        for seed in of_two_seeds(run)
+    )
+    assert len(stability_grids({"flame": [one, other]})) == 1
+    renamed = [record.model_copy(update={"columns": ["client 3", "client 5"]}) for record in other.observations]
+    assert stability_grids({"flame": [one, dataclasses.replace(other, observations=renamed)]}) == []
 
 
 def test_the_last_rounds_that_all_seeds_have(run: Run) -> None:

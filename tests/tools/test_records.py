@@ -149,6 +149,19 @@ def test_records_are_read_as_they_were_written(tmp_path: Path) -> None:
     assert table_page("one/two", "Two.", TABLE, found) == table_page("one/two", "Two.", TABLE, records()[::-1])
 
 
+def test_clients_nats_are_compared_by_one_quantity(tmp_path: Path) -> None:
+    """Older records have the clients' mean perplexity alone, whose logarithm is more than the mean of their nats."""
+    new = [one.model_copy(update={"perplexity": {"received": 5.0}, "nats": {"received": 1.2}}) for one in records()]
+    for record in new:
+        record.write(tmp_path)
+    assert all(one.nats for one in read_records(tmp_path))
+    new[0].model_copy(update={"nats": {}}).write(tmp_path)
+    elsewhere = new[1].model_copy(update={"column": "other"})
+    elsewhere.write(tmp_path)
+    found = {one.column: one.nats for one in read_records(tmp_path)}
+    assert found == {"all": {}, "other": {"received": 1.2}}
+
+
 def test_a_file_that_is_no_record_is_named(tmp_path: Path) -> None:
     path = records()[0].write(tmp_path)
     moved = path.with_name("seed-9.json")

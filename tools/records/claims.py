@@ -9,7 +9,7 @@ from typing import Literal, get_args
 
 from fedguild.config.table import ONLY_COLUMN, Claim, Table
 from fedguild.core.score_names import TITLES
-from fedguild.measuring.scores.statistics import Spread, half_width, paired_difference
+from fedguild.measuring.scores.statistics import FEWEST_SEEDS, Spread, half_width, paired_difference
 from fedguild.report import units
 from tools.records.cells import CellRecord, nats_per_token
 from tools.records.summary import by_row, cost_ratios
@@ -28,8 +28,6 @@ PERPLEXITY_SAYS: Mapping[Word, str] = {
 """A verdict by nats per token -> what perplexity says of the claim."""
 ROUNDING = 1e-9
 """A deviation of scores below this is rounding."""
-FEWEST_SEEDS = 3
-"""Seeds without which nothing is decided: two that agree by chance have a narrow interval."""
 
 
 def count_verdicts(table: Table, records: Sequence[CellRecord], unjudged: Collection[str] = ()) -> dict[Word, int]:

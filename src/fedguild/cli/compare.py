@@ -18,7 +18,7 @@ from fedguild.cli.options import (
     is_setting,
     parsed_seeds,
 )
-from fedguild.cli.output import errors, note, show, show_json
+from fedguild.cli.output import errors, note, show_grids, show_json
 from fedguild.cli.watch import WatchOption, watching
 from fedguild.core.errors import ConfigError
 from fedguild.runs.terminal import TerminalProgress
@@ -121,13 +121,13 @@ def _show(comparison: Comparison, as_json: bool) -> None:
     else:
         for column, table in by_column.items():
             note(f"\n{column}" if column else "")
-            show(*(grid.to_rich() for grid in ([table.score_grid()] if several else table.grids())))
+            show_grids(*([table.score_grid()] if several else table.grids()))
         if differing := comparison.differing_grid():
-            show(differing.to_rich())
+            show_grids(differing)
         else:
             note("All settings besides the method are the same.")
         if comparison.name and adds_to(by_column, comparison.scores):
-            show(overview(by_column, comparison.scores, comparison.name).to_rich())
+            show_grids(overview(by_column, comparison.scores, comparison.name))
     note(f"Tables: {comparison.overview}, table.tex and table.csv")
     for warning in comparison.warnings:
         note(f"Warning: {warning}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterable
@@ -15,17 +16,27 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from fedguild.config.reference import Setting
+    from fedguild.report.grid import Grid
 
 PIPED_WIDTH_COLUMNS = 160
+_WIDEST_COLUMNS = 10_000
 
 errors = Console(stderr=True)
 
 
 def show(*renderables: RenderableType) -> None:
-    """Prints to stdout; wide enough for any table if stdout is not a terminal and COLUMNS is not set."""
+    """Prints to stdout, 160 columns wide if stdout is not a terminal and COLUMNS is not set."""
     console = _console()
     for renderable in renderables:
         console.print(renderable, markup=False, highlight=False)
+
+
+def show_grids(*grids: Grid) -> None:
+    """Prints tables of numbers to stdout: folded into a terminal, elsewhere as wide as they are."""
+    for table in (grid.to_rich() for grid in grids):
+        widest = Console(width=_WIDEST_COLUMNS).measure(table).maximum
+        console = _console() if _on_screen() else Console(width=max(PIPED_WIDTH_COLUMNS, widest))
+        console.print(table, markup=False, highlight=False)
 
 
 def listing(name: str, meaning: str, rows: Iterable[tuple[str, str]]) -> Table:
@@ -70,7 +81,16 @@ def _on_screen() -> bool:
 
 
 def show_json(value: Any) -> None:
-    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+    """Prints a value as JSON to stdout; a number that is infinite or not a number, which JSON lacks, as null."""
+    typer.echo(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def explain(message: str, hint: str = "") -> None:

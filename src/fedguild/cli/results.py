@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fedguild.cli.output import note, show, show_json
+from fedguild.cli.output import note, show_grids, show_json
 
 
 def show_run(folder: Path, as_json: bool) -> None:
@@ -19,7 +19,7 @@ def show_run(folder: Path, as_json: bool) -> None:
         spent = {"privacy": run.privacy[-1].model_dump(mode="json")} if run.privacy else {}
         show_json({"folder": str(folder), **table.to_json(), **spent})
     else:
-        show(table.grid().to_rich())
+        show_grids(table.grid())
         if privacy is not None:
-            show(privacy.to_rich())
+            show_grids(privacy)
         note(f"Report: {folder / REPORT_FILE}")

@@ -19,7 +19,7 @@ from fedguild.cli.options import (
     config_and_settings,
     parsed_seeds,
 )
-from fedguild.cli.output import errors, note, show, show_json
+from fedguild.cli.output import errors, note, show_grids, show_json
 from fedguild.cli.watch import WatchOption, watching
 from fedguild.config import load_config
 from fedguild.runs.terminal import TerminalProgress
@@ -82,7 +82,7 @@ def command(
     if as_json:
         show_json({**found.table.to_json(), "folder": str(found.folder), "page": str(found.page)})
     else:
-        show(found.table.grid().to_rich())
+        show_grids(found.table.grid())
     for sentence in found.table.sentences():
         note(sentence)
     for warning in found.table.warnings:

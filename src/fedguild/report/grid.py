@@ -60,11 +60,11 @@ class Grid:
         return replace(self, header=tuple(self.header[place] for place in order), rows=rows)
 
     def to_rich(self) -> Table:
-        """Returns the table for a terminal; it reads the same without colour."""
+        """Returns the table for a terminal; it reads the same without colour; cells fold where it is too wide."""
         table = Table(title=self.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
         for index, cell in enumerate(self.header):
             lines = [*cell.text.split(), *cell.note.split(", ")]
-            table.add_column(Text("\n".join(lines).strip()), justify="left" if index == 0 else "right", no_wrap=True)
+            table.add_column(Text("\n".join(lines).strip()), justify="left" if index == 0 else "right", overflow="fold")
         for number, row in enumerate(self.rows):
             if number in self.rules_before:
                 table.add_section()

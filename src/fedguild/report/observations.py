@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -199,19 +200,19 @@ def stability_grids(runs: Mapping[str, Sequence[Run]]) -> list[Grid]:
     """Returns, for each method with several seeds, the first entry of each matrix of counts that it reports.
 
     Counts, such as the number of experts that a client holds, mean the same under every seed. A matrix without a unit
-    need not (experts are drawn anew), and is left out.
+    need not (experts are drawn anew), and is left out, as is one whose first entry another seed lacks.
 
     Args:
         runs: Label -> the method's runs, one per seed.
     """
-    return [
-        replace(grid, title=f"{label}: {grid.title}")
-        for label, members in runs.items()
-        if len(members) > 1
-        for series in observed(members[0])
-        if series.is_matrix and series.unit
-        for grid in [entry_over_seeds(members, series.name, series.last.rows[0], series.last.columns[0])]
-    ]
+    grids = []
+    for label, members in runs.items():
+        for series in observed(members[0]) if len(members) > 1 else ():
+            if series.is_matrix and series.unit:
+                with suppress(ConfigError):
+                    grid = entry_over_seeds(members, series.name, series.last.rows[0], series.last.columns[0])
+                    grids.append(replace(grid, title=f"{label}: {grid.title}"))
+    return grids
 
 
 def _entry(observed: pandas.DataFrame, folder: Path, figure: str, row: str, column: str) -> pandas.Series:

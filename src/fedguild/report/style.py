@@ -66,6 +66,7 @@ _SETTINGS: dict[Any, Any] = {
     "xtick.labelsize": 9.0,
     "ytick.labelsize": 9.0,
     "hatch.linewidth": 0.6,
+    "text.parse_math": False,  # a $ is a dollar
 }
 _PAGE_FONT = "'Helvetica Neue', Arial, 'Liberation Sans', sans-serif"
 

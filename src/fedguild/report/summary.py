@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fedguild.core.score_names import MEAN, MTAL, TRAINED
 from fedguild.measuring.log.folder import BudgetFacts
-from fedguild.measuring.scores.statistics import Spread, interval
+from fedguild.measuring.scores.statistics import FEWEST_SEEDS, Spread, interval
 from fedguild.report import units
 from fedguild.report.comparison import ComparisonTable, MethodRow
 from fedguild.report.tables import RunTable
@@ -17,7 +17,7 @@ def run_summary(table: RunTable) -> list[str]:
         return _personal_summary(table, after)
     gained = ""
     if table.mean_before is not None and table.round:
-        gained = f", up from {units.score(table.mean_before)} before training"
+        gained = _since(table.mean_before, table.mean)
     if len(table.rows) == 1:
         return [f"{after}, {table.method} scores {units.score(table.mean)}{_in(table)}{gained}.", *_on_own_data(table)]
     scored = f"{after}, {table.method} scores {units.score(table.mean)}{_in(table)}"
@@ -36,12 +36,19 @@ def _in(table: RunTable | ComparisonTable) -> str:
     return "" if table.metric == "score" else f" in {table.metric}"
 
 
+def _since(before: float, now: float) -> str:
+    """Returns how a score has changed by the training, by the digits that are printed."""
+    start, end = units.score(before), units.score(now)
+    return f", {'the same as' if start == end else 'up from' if now > before else 'down from'} {start} before training"
+
+
 def _personal_summary(table: RunTable, after: str) -> list[str]:
     """Returns the sentences about a run in which every client has its own model."""
-    score = units.score(next((mean for mean in (table.mtal, table.trained) if mean is not None), table.received))
-    text = f"{after}, {table.method} scores {score}{_in(table)} on average over the clients, each on its own data"
-    if table.clients_before is not None and table.round:
-        text += f", up from {units.score(table.clients_before)} before training"
+    score = next((mean for mean in (table.mtal, table.trained) if mean is not None), table.received)
+    scored = f"{after}, {table.method} scores {units.score(score)}{_in(table)}"
+    text = f"{scored} on average over the clients, each on its own data"
+    if table.clients_before is not None and score is not None and table.round:
+        text += _since(table.clients_before, score)
     if table.mtal is None or table.received is None:
         return [f"{text}."]
     return [f"{text}.", f"As received next, their models score {units.score(table.received)}."]
@@ -94,8 +101,12 @@ def _lead(table: ComparisonTable, leader: str, column: str) -> str:
     text = f": {_signed(difference)}"
     if difference.count < 2:
         return f"{text}, from one seed, so chance is not ruled out"
+    if difference.count < FEWEST_SEEDS:
+        return f"{text}, from {difference.count} seeds, too few to decide"
     low, high = interval(difference)
-    verdict = "includes 0, so these seeds do not tell them apart" if low <= 0 <= high else "excludes 0"
+    others = sum(row.label != table.reference for row in table.rows)
+    chosen = f", not corrected for the choice of the best of {others}" if others > 1 else ""
+    verdict = "includes 0, so these seeds do not tell them apart" if low <= 0 <= high else f"excludes 0{chosen}"
     return f"{text} over {difference.count} seeds; the 95 % interval {verdict}"
 
 

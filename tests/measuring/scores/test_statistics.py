@@ -18,6 +18,14 @@ def test_spread_is_the_sample_deviation():
         spread([])
 
 
+def test_the_spread_of_an_infinite_value_is_unknown():
+    """As of the perplexity of a model that has diverged."""
+    for values, mean in (([math.inf, 3.0], math.inf), ([math.inf, -math.inf], math.nan), ([math.nan], math.nan)):
+        found = spread(values)
+        assert found.mean == pytest.approx(mean, nan_ok=True)
+        assert (math.isnan(found.std), found.count) == (True, len(values))
+
+
 def test_paired_difference_cancels_the_seed():
     difference = paired_difference({1: 0.9, 0: 0.4}, {0: 0.3, 1: 0.8})
     assert difference.mean == pytest.approx(0.1)

@@ -12,6 +12,8 @@ from scipy.special import stdtrit
 from fedguild.core.errors import DataError
 
 CONFIDENCE = 0.95
+FEWEST_SEEDS = 3
+"""Of a difference that decides: two that agree by chance have a narrow interval."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,15 @@ class Spread:
 def spread(values: Sequence[float]) -> Spread:
     """Returns mean and sample standard deviation of one value per seed.
 
+    The deviation is unknown (NaN) where a value is infinite, as the perplexity of a model that has diverged.
+
     Raises:
         DataError: there is no value.
     """
     if not values:
         raise DataError("A mean over seeds needs at least one seed.")
+    if not all(map(math.isfinite, values)):
+        return Spread(sum(values) / len(values), math.nan, len(values))
     return Spread(fmean(values), stdev(values) if len(values) > 1 else 0.0, len(values))
 
 
