@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,8 +26,12 @@ class Hub:
             raise OSError(self.refuses)
         self.created.append((name, private))
 
-    def upload_folder(self, *, repo_id: str, folder_path: str, commit_message: str) -> None:
+    def upload_folder(
+        self, *, repo_id: str, folder_path: str, commit_message: str, delete_patterns: str | None = None
+    ) -> None:
+        """Adds a folder's files to those of the repository, and deletes others whose names match."""
+        kept = {name: text for name, text in self.files.items() if not fnmatch(name, delete_patterns or "")}
         paths = sorted(Path(folder_path).iterdir())
-        self.files = {
+        self.files = kept | {
             path.name: path.read_text("utf-8" if path.suffix in (".md", ".json") else "latin-1") for path in paths
         }

@@ -39,6 +39,15 @@ def test_it_is_private_and_has_its_card(routed_runs: dict[str, Path], hub: Any) 
     assert not [(name, path) for name, content in made.files.items() for path in here if path in str(content)]
 
 
+def test_it_replaces_the_model_that_was_pushed_before(routed_runs: dict[str, Path], hub: Any) -> None:
+    """A program would load the old files: an adapter, or one file of weights beside shards."""
+    made = hub()
+    made.files = {"adapter_config.json": "{}", "model-00001-of-00002.safetensors": ""}
+    fedguild.push(routed_runs["ub-smoe"], "me/model", budget="small")
+    assert "model.safetensors" in made.files
+    assert not {"adapter_config.json", "model-00001-of-00002.safetensors"} & made.files.keys()
+
+
 def test_by_default_it_is_the_largest_budgets(routed_runs: dict[str, Path], hub: Any, tmp_path: Path) -> None:
     """As for `load_model`, `generate` and `export`."""
     made = hub()

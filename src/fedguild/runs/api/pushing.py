@@ -30,7 +30,7 @@ def push(
 ) -> str:
     """Exports a run's model with its card to a repository on the Hugging Face hub; private unless `public`.
 
-    The token is that of `hf auth login`, or `HF_TOKEN`.
+    The model replaces the files that the repository has. The token is that of `hf auth login`, or `HF_TOKEN`.
 
     Args:
         run: A run's folder, or its result.
@@ -85,7 +85,8 @@ def _pushable(folder: Path, format: Form) -> Form:
 
 def _upload(api: Any, to: str, folder: Path, public: bool) -> Any:
     api.create_repo(to, private=not public, exist_ok=True)
-    api.upload_folder(repo_id=to, folder_path=str(folder), commit_message="Model of a FedGuild run")
+    message = "Model of a FedGuild run"
+    api.upload_folder(repo_id=to, folder_path=str(folder), commit_message=message, delete_patterns="*")
     return f"{api.endpoint}/{to}"
 
 
