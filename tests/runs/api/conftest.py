@@ -65,6 +65,15 @@ def routed_runs(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -
     }
 
 
+@pytest.fixture(scope="session")
+def fedit(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Path:
+    """The folder of a run of one round whose model is an adapter."""
+    plain = [setting for setting in settings if not setting.startswith("method.")]
+    method = "method={name: fedit, rank: 2, targets: [attention, router, experts]}"
+    folder = tmp_path_factory.mktemp("runs") / "fedit"
+    return fedguild.run(BASE, *plain, "federation.rounds=1", method, output=folder).folder
+
+
 def loaded_anew(config: Config) -> Backbone:
     """Stands in for `load_model` of a run where something is attached to the model, and stays attached."""
     return load_backbone(**config.model.model_dump())

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 import fedguild
 from fedguild.cli import app
-from tests.runs.api.conftest import BASE
 
 pytestmark = pytest.mark.usefixtures("loaded_alone")
 IDS = torch.tensor([[5, 9, 3, 7]])
@@ -45,14 +44,6 @@ def test_what_cannot_be_merged_has_its_own_code(method, chosen, part, routed_run
     card = (tmp_path / "model" / "README.md").read_text()
     assert "trust_remote_code=True" in card
     assert f"| beside the weights | {part}, in `modeling_fedguild.py` |" in card
-
-
-@pytest.fixture(scope="module")
-def fedit(tmp_path_factory: pytest.TempPathFactory, settings: list[str]) -> Path:
-    plain = [setting for setting in settings if not setting.startswith("method.")]
-    method = "method={name: fedit, rank: 2, targets: [attention, router, experts]}"
-    folder = tmp_path_factory.mktemp("runs") / "fedit"
-    return fedguild.run(BASE, *plain, "federation.rounds=1", method, output=folder).folder
 
 
 def test_two_forms_at_once_are_refused(fedit: Path, tmp_path: Path) -> None:

@@ -82,6 +82,15 @@ def test_an_adapter_of_a_model_that_is_not_on_the_hub_is_merged(routed_runs, mon
     assert pushing._pushable(folder, "peft") == "peft"
 
 
+def test_an_exported_adapter_of_a_model_that_is_not_on_the_hub_is_merged(fedit: Path, hub: Any, tmp_path: Path) -> None:
+    """Its base model is a link in the exported folder, which no repository can have."""
+    made, exported = hub(), fedguild.export_model(fedit, tmp_path / "model")
+    assert exported.format == "peft"
+    fedguild.push(exported.folder, "me/model")
+    assert "model.safetensors" in made.files
+    assert "adapter_config.json" not in made.files
+
+
 def test_what_cannot_be_pushed(routed_runs: dict[str, Path], hub: Any) -> None:
     made = hub(refuses="403 Forbidden: no right to write\nDetails.")
     folder = routed_runs["ub-smoe"]

@@ -33,7 +33,7 @@ def push(
     The model replaces the files that the repository has. The token is that of `hf auth login`, or `HF_TOKEN`.
 
     Args:
-        run: A run's folder, or its result.
+        run: A run's folder, or its result; or a folder that was exported or that a site took home.
         to: The repository, `user/name`; created if it does not exist.
         budget: Name of the budget whose active experts the global model runs; by default the largest.
         client: Name of the client whose own model to push, instead of the global model.
@@ -77,9 +77,13 @@ def push(
 def _pushable(folder: Path, format: Form) -> Form:
     """Returns the form, or `merged` for an adapter whose base model is on this machine only."""
     from fedguild.config import load_saved
+    from fedguild.export.manifest import BASE, MANIFEST, read_manifest
 
     written = folder / CONFIG
-    on_disk = written.is_file() and not is_on_hub(load_saved(written).model.path)
+    if (folder / MANIFEST).is_file():  # an exported folder, or one that a site took home
+        on_disk = read_manifest(folder).base.model == BASE
+    else:
+        on_disk = written.is_file() and not is_on_hub(load_saved(written).model.path)
     return "merged" if format in ("peft", "per-expert") and on_disk else format
 
 
