@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from fedguild.core.errors import ModelError
 from fedguild.export.adapter import peft_tensors
+from fedguild.export.card import Origin, per_expert_card
 from fedguild.export.per_expert import factors_from_experts, published_names, write_per_expert
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
@@ -152,3 +153,12 @@ def test_a_weight_that_is_no_linear_layer_on_the_hub_is_named(olmoe_backbone, mo
     monkeypatch.setattr("fedguild.export.per_expert.revert_weight_conversion", lambda model, weights: weights)
     with pytest.raises(ModelError, match="is not stored as linear layers"):
         published_names(olmoe_backbone, weight, 1, EXPERTS)
+
+
+def test_a_rank_beyond_vllms_largest_needs_the_merged_form(olmoe_backbone: Backbone) -> None:
+    origin = Origin("run", "FedIT", 1, "all", "base", '"me/base"')
+    for rank, told in ((512, "max_lora_rank=512)"), (513, "# vLLM takes ranks up to 512: export with --format merged")):
+        card = per_expert_card(origin, olmoe_backbone.info, Deployment(AdapterPlan((Lora(rank, 1.0, EVERYWHERE),)), {}))
+        assert told in card
+        assert f"--max-lora-rank {rank}" in card
+        assert ("LLM(" in card) is (rank == 512)

@@ -4,12 +4,15 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
+from fedguild.cli import app
 from fedguild.config import Config, load_config
 from fedguild.core.errors import CheckpointError, ConfigError, FedGuildError, ModelError
 from fedguild.export.manifest import Form
@@ -21,6 +24,7 @@ from fedguild.runs.setup.data import is_elsewhere
 from fedguild.server.method import Deployment, client_model, excerpt_of
 from tests.backbones import tiny_model
 from tests.export.conftest import BUDGETS, assert_same_logits, plain_logits, slot_logits
+from tests.runs.runs import save_model
 from tools.tiny.tokenizer import train_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
@@ -40,19 +44,22 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "personal": {"name": "fedit", "rank": 2, "personal": True},
     }.items():
         folders[label] = tmp_path_factory.mktemp(label)
-        config = Config.model_validate(
-            {
-                "name": label,
-                "method": method,
-                "model": {"path": str(base), "device": "cpu"},
-                "data": {"options": {"train_examples": 40, "families": ["sum"]}, "partition": {"minimum": 4}},
-                "federation": {"clients": 2, "rounds": 2, "budgets": BUDGETS},
-                "training": {"steps": 2, "learning_rate": 0.05, "batch_size": 2},
-                "evaluation": {"every": 2, "max_examples": 1, "max_new_tokens": 1},
-            }
-        )
-        experiment.run(config, folders[label])
+        experiment.run(config_of(label, method, base), folders[label])
     return folders
+
+
+def config_of(name: str, method: dict[str, Any], base: Path, **model: Any) -> Config:
+    return Config.model_validate(
+        {
+            "name": name,
+            "method": method,
+            "model": {"path": str(base), "device": "cpu", **model},
+            "data": {"options": {"train_examples": 40, "families": ["sum"]}, "partition": {"minimum": 4}},
+            "federation": {"clients": 2, "rounds": 2, "budgets": BUDGETS},
+            "training": {"steps": 2, "learning_rate": 0.05, "batch_size": 2},
+            "evaluation": {"every": 2, "max_examples": 1, "max_new_tokens": 1},
+        }
+    )
 
 
 def test_a_server_exports_the_global_model_without_the_sites_data(
@@ -80,7 +87,7 @@ def test_data_is_elsewhere_where_real_clients_have_it(tmp_path: Path) -> None:
     assert not is_elsewhere(load_config("fedit/tiny-tasks", real[:1]))
 
 
-def ours(folder: Path, budget: str, active: int, round: int | None = None) -> torch.Tensor:
+def ours(folder: Path, budget: str, active: int | None, round: int | None = None) -> torch.Tensor:
     """The logits of a run's model for a budget, as the evaluation runs it."""
     restored, state, _ = experiment.restore(folder, round)
     tier = next(known for known in restored.budgets if known.name == budget)
@@ -193,6 +200,66 @@ def test_the_embedded_base_goes_along(runs: dict[str, Path], tmp_path: Path, mon
     exec(code_of((moved / "README.md").read_text()), loaded)
     assert isinstance(loaded["model"], PeftModel)
     assert_same_logits(plain_logits(loaded["model"]), ours(runs["ranks"], "large", active=4))
+
+
+@pytest.fixture
+def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run of a model with modelling code of its own, which doubles a Llama's logits."""
+    base = save_model(tmp_path / "base", "llama")
+    (base / "modeling_own.py").write_text(
+        "from transformers import LlamaForCausalLM\n\n\nclass OwnForCausalLM(LlamaForCausalLM):\n"
+        "    def forward(self, *arguments, **named):\n        out = super().forward(*arguments, **named)\n"
+        "        out.logits = 2 * out.logits\n        return out\n"
+    )
+    config = json.loads((base / "config.json").read_text())
+    config["auto_map"] = {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+    (base / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    method = {"name": "fedit", "rank": 2, "targets": ["attention"]}
+    experiment.run(config_of("own", method, base, trust_remote_code=True), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_base_with_code_of_its_own(with_own_code: Path, tmp_path: Path) -> None:
+    """A checkpoint has the code, cards say that it runs, and an adapter of this user is converted."""
+    adapter = export(with_own_code, None, tmp_path / "adapter").folder
+    folders = {
+        "merged": export(with_own_code, None, tmp_path / "merged", "merged").folder,
+        "adapter": adapter,
+        "converted": export(adapter, None, tmp_path / "converted", "merged").folder,
+    }
+    expected = ours(with_own_code, "large", active=None)
+    for name, folder in folders.items():
+        card = (folder / "README.md").read_text()
+        loaded = {"folder": str(folder)}
+        exec(code_of(card), loaded)
+        assert_same_logits(plain_logits(loaded["model"]), expected)
+        assert (folder / "modeling_own.py").is_file() is (name != "adapter")
+    received = adapter.rename(tmp_path / "received")
+    with pytest.raises(ConfigError, match="asks to run the Python code that comes with the model"):
+        export(received, None, tmp_path / "again", "merged")
+    said = CliRunner().invoke(app, ["trust", str(received)])
+    assert said.exit_code == 0, said.output
+    assert export(received, None, tmp_path / "again", "merged").format == "merged"
+
+
+@pytest.mark.parametrize(
+    ("form", "told"),
+    [
+        ("peft", 'AutoModelForCausalLM.from_pretrained("me/base", revision="v2")'),
+        ("per-expert", 'LLM("me/base", revision="v2", tokenizer=folder, enable_lora=True, max_lora_rank=8)'),
+    ],
+)
+def test_a_card_loads_the_base_of_the_hub_at_its_revision(form, told, runs, tmp_path, monkeypatch):
+    """vLLM takes some limits of ranks only; the adapter's is 3."""
+    restored, state, number = experiment.restore(runs["ranks"])
+    on_hub = restored.config.model.model_copy(update={"path": "me/base", "revision": "v2"})
+    restored.config = restored.config.model_copy(update={"model": on_hub})
+    monkeypatch.setattr(run, "restore", lambda *_: (restored, state, number))
+    exported = export(runs["ranks"], Subject("large"), tmp_path / "out", form)
+    assert exported.format == form
+    assert told in code_of((exported.folder / "README.md").read_text())
 
 
 def own(folder: Path, name: str, active: int) -> torch.Tensor:

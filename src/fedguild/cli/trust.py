@@ -18,17 +18,28 @@ EXAMPLES = ("fedguild trust runs/from-a-colleague", "fedguild trust config.yaml"
 
 def command(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="The folder of a run or a site, or a config.", show_default=False)
+        Path,
+        typer.Argument(
+            metavar="PATH", help="The folder of a run, an exported model or a site, or a config.", show_default=False
+        ),
     ],
 ) -> None:
-    """Let a run, a config or a site that somebody else wrote run Python code: a model's, or functions as metrics."""
-    inside = [path / name for name in (CONFIG, SITE_FILE) if (path / name).is_file()]
+    """Let a file that somebody else wrote run Python code: a model's, or functions as metrics."""
+    from fedguild.export.manifest import MANIFEST, place_of_base, read_manifest
+
+    inside = [path / name for name in (CONFIG, SITE_FILE, MANIFEST) if (path / name).is_file()]
     if path.is_dir() and not inside:
-        raise ConfigError(f"{path} holds no {CONFIG} and no {SITE_FILE}.", "Give the folder of a run or of a site.")
+        raise ConfigError(
+            f"{path} holds no {CONFIG}, no {SITE_FILE} and no {MANIFEST}.",
+            "Give the folder of a run, of a site or of an exported model.",
+        )
     file = inside[0] if inside else path
     if file.name == SITE_FILE:
         settings = read_settings(file, SiteSettings)
         asking = [(file, code_of_model(settings.model.path))] if settings.model.trust_remote_code else []
+    elif file.name == MANIFEST:
+        base = read_manifest(file.parent).base
+        asking = [(file, code_of_model(place_of_base(file.parent, base)))] if base.trust_remote_code else []
     else:
         asking = asking_files(file)
     if not asking:

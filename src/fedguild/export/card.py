@@ -12,6 +12,9 @@ from fedguild.model.info import ModelInfo
 from fedguild.server.method import Deployment
 
 FILE = "README.md"
+TRUSTING = ", trust_remote_code=True"
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's `max_lora_rank` (`vllm/config/lora.py`, `MaxLoRARanks`)."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Origin:
         round: The round after which the model was taken.
         budget: The name of the budget whose active experts the model runs.
         base: The base model as the config names it.
-        base_code: The base model as a Python expression that `from_pretrained` takes; `folder` is the exported folder.
+        base_code: The base model as arguments of `from_pretrained` in Python; `folder` is the exported folder.
         hub_id: The base model on the hub; empty if it is a folder.
         client: The client whose own model it is; empty for the global one.
         privacy: The differential privacy promised to its clients; empty for none.
@@ -59,15 +62,17 @@ def adapter_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> st
 
 def per_expert_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
     rank = deployment.plan.lora.rank
-    load = (
+    most = next((most for most in _VLLM_RANKS if most >= rank), 0)
+    served = (
         "from vllm import LLM",
         "from vllm.lora.request import LoRARequest",
-        f"llm = LLM({origin.base_code}, tokenizer=folder, enable_lora=True, max_lora_rank={rank})",
+        f"llm = LLM({origin.base_code}, tokenizer=folder, enable_lora=True, max_lora_rank={most})",
         'adapter = LoRARequest("adapter", 1, folder)',
         'print(llm.generate("A prompt.", lora_request=adapter)[0].outputs[0].text)',
         'question = [{"role": "user", "content": "A question."}]  # by the chat template, if it was trained on chats',
         "print(llm.chat(question, lora_request=adapter)[0].outputs[0].text)",
     )
+    load = served if most else (f"# vLLM takes ranks up to {_VLLM_RANKS[-1]}: export with --format merged for it.",)
     remark = _SERVER_REMARK.format(rank=rank, router=_ROUTER if "router" in deployment.plan.lora.targets else "")
     what = "A LoRA adapter with a key for every expert"
     return _card("peft", what, origin, _facts(origin, model, deployment), load, remark)
@@ -77,14 +82,15 @@ def code_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
     load = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        "model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)",
+        "model = AutoModelForCausalLM.from_pretrained(folder" + TRUSTING + ")",
     )
     parts = ", ".join(type(part).__name__ for part in deployment.plan.parts if not part.folds_into_weights)
     facts = {**_facts(origin, model, deployment), "beside the weights": f"{parts}, in `modeling_fedguild.py`"}
     return _card("transformers", "A language model with the method's own routing", origin, facts, load)
 
 
-def merged_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
+def merged_card(origin: Origin, model: ModelInfo, deployment: Deployment, *, own_code: bool = False) -> str:
+    """Returns the card of a merged checkpoint; `own_code` as of `has_own_code`."""
     facts = _facts(origin, model, deployment)
     scales = output_scales(model, deployment).values()
     if any(scale != 1.0 for scale in scales):
@@ -93,7 +99,7 @@ def merged_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str
     load = (
         f"from transformers import {auto_class}, AutoTokenizer",
         "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        f"model = {auto_class}.from_pretrained(folder)",
+        f"model = {auto_class}.from_pretrained(folder{TRUSTING if own_code else ''})",
     )
     return _card("transformers", "A language model with a LoRA adapter merged in", origin, facts, load)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
@@ -41,12 +42,14 @@ class BaseModelOf(_Part):
         revision: Its branch, tag or commit on the hub.
         sha256: Of its config and weights; empty if they are not at hand.
         dtype: The dtype in which it was adapted.
+        trust_remote_code: Whether loading it runs code of its own.
     """
 
     model: str
     revision: str | None
     sha256: str
     dtype: str
+    trust_remote_code: bool = False
 
 
 class LoraOf(_Part):
@@ -95,6 +98,11 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest.model_validate(json.loads(path.read_text("utf-8")))
     except (OSError, ValueError, ValidationError) as error:
         raise ModelError(f"{path} cannot be read: {str(error).splitlines()[0]}.", "Export the model again.") from error
+
+
+def place_of_base(folder: Path, base: BaseModelOf) -> str:
+    """Returns the base model of an exported adapter as `load_backbone` takes it."""
+    return os.path.realpath(folder / BASE) if base.model == BASE else base.model
 
 
 def digest_of_base(path: str, revision: str | None = None) -> str:

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 
 from fedguild.core.errors import DataError, ModelError
 from fedguild.core.files import write_json
@@ -97,6 +98,11 @@ def _generation_config(model: Any, tokenizer: Any) -> Any:
     return changed
 
 
+def has_own_code(model: Any) -> bool:
+    """Whether a model's code, or its config's, comes from its folder or repository instead of from transformers."""
+    return bool(type(model)._auto_class or type(model.config)._auto_class)
+
+
 def require_mergeable(backbone: Backbone) -> None:
     require_unquantised(
         backbone.model,
@@ -165,6 +171,8 @@ def _write_config(folder: Path, backbone: Backbone, active_experts: int | None, 
                 "Export a budget with all of them.",
             )
         setattr(config.get_text_config(), key, active_experts)
+    if type(backbone.model)._auto_class:
+        custom_object_save(backbone.model, folder, config=config)
     for name, value in settings.items():
         setattr(config, name, value)
     config.save_pretrained(folder)

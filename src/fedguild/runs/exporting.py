@@ -14,12 +14,22 @@ from safetensors.torch import load_file
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config, load_saved
 from fedguild.config.schema import ModelSettings
+from fedguild.config.trust import code_of_model, require_trusted, trust
 from fedguild.core.errors import ConfigError, ModelError, nearest
 from fedguild.core.files import write_json, write_text
 from fedguild.core.layout import CONFIG, client_name
 from fedguild.core.payload import Payload
 from fedguild.export.adapter import WEIGHTS_FILE, factors_from_peft, obstacle, write_adapter
-from fedguild.export.card import FILE, Origin, adapter_card, code_card, gguf_card, merged_card, per_expert_card
+from fedguild.export.card import (
+    FILE,
+    TRUSTING,
+    Origin,
+    adapter_card,
+    code_card,
+    gguf_card,
+    merged_card,
+    per_expert_card,
+)
 from fedguild.export.code import standalone_of, write_code
 from fedguild.export.folder import new_folder, require_new
 from fedguild.export.gguf import FILE as GGUF
@@ -32,10 +42,11 @@ from fedguild.export.manifest import (
     Form,
     Manifest,
     digest_of_base,
+    place_of_base,
     read_manifest,
     write_manifest,
 )
-from fedguild.export.merged import require_mergeable, write_merged
+from fedguild.export.merged import has_own_code, require_mergeable, write_merged
 from fedguild.export.per_expert import factors_from_experts, write_per_expert
 from fedguild.export.weights import beyond_weights, in_one_adapter
 from fedguild.measuring.log.folder import load_run
@@ -214,13 +225,14 @@ def _write(source: _Source, output: Path, format: Form) -> Exported:
     written, reason = _possible(source, format)
     backbone, deployment, origin = source.backbone, source.deployment, source.origin
     model, adapter = backbone.info, written in ("peft", "per-expert")
+    own_code = has_own_code(backbone.model)
     if not adapter:
         require_mergeable(backbone)
     with new_folder(output) as folder:
         base = _base(source, folder, output) if adapter else origin.base
         if written == "merged":
             write_merged(folder, backbone, deployment)
-            card = merged_card(origin, model, deployment)
+            card = merged_card(origin, model, deployment, own_code=own_code)
         elif written == "gguf":
             with tempfile.TemporaryDirectory(dir=folder) as merged:
                 write_merged(Path(merged), backbone, deployment)
@@ -244,9 +256,12 @@ def _write(source: _Source, output: Path, format: Form) -> Exported:
             revision=source.revision,
             sha256=digest_of_base(source.path, source.revision),
             dtype=str(backbone.dtype).removeprefix("torch."),
+            trust_remote_code=adapter and own_code,
         )
         write_manifest(folder, written, described, deployment.plan, origin)
         write_text(folder / FILE, card + f"\n{AUDIENCES[written]}\n")
+    if described.trust_remote_code:
+        trust(output / MANIFEST, [code_of_model(place_of_base(output, described))])
     return Exported(output, written, reason)
 
 
@@ -261,13 +276,16 @@ def _converted(folder: Path, output: Path, format: Form) -> Exported:
     if manifest.lora is None:
         return _checkpoint_as_gguf(folder, manifest, output, format)
     base = manifest.base
-    path = os.path.realpath(folder / BASE) if base.model == BASE else base.model
+    path = place_of_base(folder, base)
     if (known := digest_of_base(path, base.revision)) and base.sha256 and known != base.sha256:
         raise ModelError(
             f"The base model of {folder}, {path}, is not the one that it adapts: their hashes differ ({MANIFEST}).",
             f"Put that model there; it was {manifest.origin['base']}.",
         )
-    backbone = load_backbone(**ModelSettings(path=path, revision=base.revision, dtype=base.dtype).model_dump())  # type: ignore[arg-type]
+    if base.trust_remote_code:
+        require_trusted(folder / MANIFEST, code_of_model(path))
+    given = {"path": path, **base.model_dump(include={"revision", "dtype", "trust_remote_code"})}
+    backbone = load_backbone(**ModelSettings(**given).model_dump())
     if (folder / "tokenizer_config.json").is_file():
         backbone.tokenizer = load_tokenizer(str(folder))
     tensors = load_file(folder / WEIGHTS_FILE)
@@ -383,8 +401,13 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
         number: The round that led to the state.
     """
     budget, deployment = _deployed(experiment, state, number, subject)
-    path = experiment.config.model.path
+    path, revision = experiment.config.model.path, experiment.config.model.revision
     on_hub = is_on_hub(path)
+    base_code = f'"{path}"' if on_hub else f'folder + "/{BASE}"'
+    if on_hub and revision:
+        base_code += f', revision="{revision}"'
+    if has_own_code(experiment.backbone.model):
+        base_code += TRUSTING
     origin = Origin(
         run=experiment.config.name,
         method=experiment.method.title,
@@ -392,7 +415,7 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
         budget=budget.name,
         client=subject.client,
         base=path if path in PACKAGED else _named(path),
-        base_code=f'"{path}"' if on_hub else f'folder + "/{BASE}"',
+        base_code=base_code,
         hub_id=path if on_hub else "",
         privacy="" if subject.client else _privacy(experiment, number),
     )
