@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from fedguild.core.errors import ModelError
 from fedguild.data.rendering import ends_of
 from fedguild.export.adapter import obstacle
-from fedguild.export.merged import _generation_config, merged_weights, write_merged
+from fedguild.export.merged import _write_generation_config, merged_weights, write_merged
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora
@@ -129,12 +129,22 @@ def test_four_bit_weights_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_exported_model_stops_where_an_answer_of_its_template_ends() -> None:
-    backbone = tiny_backbone("llama")
-    model, tokenizer = backbone.model, copy.deepcopy(tokenizer_of("chatml"))
-    model.generation_config.eos_token_id = 7
-    changed = _generation_config(model, tokenizer)
-    assert changed.eos_token_id == sorted({7, *ends_of(tokenizer)})
-    assert model.generation_config.eos_token_id == 7
+def test_an_exported_model_stops_where_an_answer_ended_in_training(tmp_path: Path) -> None:
+    """transformers loads a sampling setting without do_sample, but refuses to save it once anything has changed."""
+    settings = {"eos_token_id": 7, "temperature": 0.6}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    model, tokenizer = copy.copy(tiny_backbone("llama").model), copy.deepcopy(tokenizer_of("chatml"))
+    model.generation_config = GenerationConfig.from_pretrained(tmp_path)
+
+    def written() -> dict:
+        _write_generation_config(tmp_path, model, tokenizer)
+        content = json.loads((tmp_path / "generation_config.json").read_text())
+        return {name: content[name] for name in settings}
+
+    assert tokenizer.eos_token_id not in (None, 7)
+    assert written() == {"eos_token_id": sorted({7, *ends_of(tokenizer)}), "temperature": 0.6}
     tokenizer.chat_template = None
-    assert _generation_config(model, tokenizer) is model.generation_config
+    assert written() == {"eos_token_id": sorted({7, tokenizer.eos_token_id}), "temperature": 0.6}
+    tokenizer.eos_token = None
+    assert written() == settings
+    assert model.generation_config.eos_token_id == 7

@@ -9,6 +9,7 @@ the names of the model's hub repository and written one after the other; the bac
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
@@ -20,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from fedguild.core.errors import DataError, ModelError
 from fedguild.core.files import write_json
@@ -74,7 +76,7 @@ def write_merged(
     model = backbone.model
     _write_config(folder, backbone, deployment.plan.active_experts, settings or {})
     if model.can_generate():
-        _generation_config(model, backbone.tokenizer).save_pretrained(folder)
+        _write_generation_config(folder, model, backbone.tokenizer)
     if backbone.tokenizer is not None:
         backbone.tokenizer.save_pretrained(folder)
     weights = (
@@ -83,19 +85,18 @@ def write_merged(
     _write_shards(folder, chain(weights, (further or {}).items()), shard_bytes)
 
 
-def _generation_config(model: Any, tokenizer: Any) -> Any:
-    """Returns the model's generation config, which stops at the tokens that end an answer of the chat template, too."""
+def _write_generation_config(folder: Path, model: Any, tokenizer: Any) -> None:
+    """Writes the model's generation config, which also stops at the tokens that end an answer in training."""
     given = model.generation_config
+    given.save_pretrained(folder)
     known = {*(given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id])} - {None}
-    ends = set[int]()
+    ends = {getattr(tokenizer, "eos_token_id", None)} - {None}
     if getattr(tokenizer, "chat_template", None):
         with suppress(DataError):  # one that cannot be trained with
-            ends = ends_of(tokenizer)
-    if ends <= known:
-        return given
-    changed = copy.deepcopy(given)
-    changed.eos_token_id = sorted(known | ends)
-    return changed
+            ends |= ends_of(tokenizer)
+    if not ends <= known:  # into the file, as transformers validates a changed config anew
+        file = folder / GENERATION_CONFIG_NAME
+        write_json(file, json.loads(file.read_text("utf-8")) | {"eos_token_id": sorted(known | ends)})
 
 
 def has_own_code(model: Any) -> bool:
