@@ -161,6 +161,7 @@ def test_what_cannot_be_made_from_it_is_said(site: Site, tmp_path: Path) -> None
             (copy / path.name).write_bytes(path.read_bytes())
     (copy / "base").mkdir()
     (copy / "base/config.json").write_text("{}")
+    (copy / "base/model.safetensors").touch()
     with pytest.raises(ModelError, match="is not the one that it adapts: their hashes differ"):
         export_model(copy, tmp_path / "c")
     (copy / "fedguild.json").write_text("[]")

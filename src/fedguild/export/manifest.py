@@ -22,11 +22,11 @@ from fedguild.core.files import write_json
 from fedguild.export.card import Origin
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.plan import AdapterPlan
+from fedguild.model.weight_files import files_of, source_of_weights
 
 MANIFEST, BASE = "fedguild.json", "base"
 """The file, and the base model in an adapter's folder, if that is not on the hub."""
 Form = Literal["peft", "per-expert", "merged", "code", "gguf"]
-_HASHED = ("config.json", "*.safetensors", "*.bin")
 _BLOCK_BYTES = 2**24
 
 
@@ -106,15 +106,26 @@ def place_of_base(folder: Path, base: BaseModelOf) -> str:
 
 
 def digest_of_base(path: str, revision: str | None = None) -> str:
-    """Returns the SHA-256 of a model's config and weights, file by file; empty if they are not on this machine."""
+    """Returns the SHA-256 of a model's config and the weights that are loaded, file by file.
+
+    Empty if one of them is not on this machine: the hub's cache may hold a part of them.
+    """
     folder = Path(path)
     if not folder.exists():
         found: Any = try_to_load_from_cache(path, "config.json", revision=revision) if path.count("/") == 1 else None
         if not isinstance(found, str):
             return ""
         folder = Path(found).parent
+    files = [folder]
+    if folder.is_dir():
+        config, source = folder / "config.json", source_of_weights(folder)
+        if source is None or not config.is_file():
+            return ""
+        try:
+            files = [config, *files_of(source)]
+        except ModelError:
+            return ""
     whole = hashlib.sha256()
-    files = {one for pattern in _HASHED for one in folder.glob(pattern)} if folder.is_dir() else {folder}
     for file in sorted(files):
         own = hashlib.sha256()
         with open(file, "rb") as content:

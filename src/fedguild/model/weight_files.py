@@ -36,22 +36,33 @@ def check_weights(folder: Path, model: Any) -> None:
     Raises:
         ModelError: there are no weights, a file is missing or truncated, or names or shapes do not match the config.
     """
-    if (folder / WEIGHTS).is_file():
-        source, files = folder / WEIGHTS, [folder / WEIGHTS]
-    elif (folder / INDEX).is_file():
-        source, files = folder / INDEX, _shards(folder)
-    elif any((folder / name).is_file() for name in PICKLED) or getattr(model.config, "transformers_weights", None):
-        return
-    else:
+    source = source_of_weights(folder)
+    if source is None and not getattr(model.config, "transformers_weights", None):
         raise ModelError(
             f"{folder} has no weights: neither {WEIGHTS} nor {INDEX} is there.",
             "Put the weights beside config.json, or download the model again.",
         )
-    shapes = {name: shape for file in files for name, shape in read_shapes(file).items()}
+    if source is None or source.name in PICKLED:
+        return
+    shapes = {name: shape for file in files_of(source) for name, shape in read_shapes(file).items()}
     is_quantised = getattr(model.config, "quantization_config", None) is not None  # its names are the quantiser's
     report = None if is_quantised else _loaded_without_values(model, shapes)
     if report is not None:
         report.require_agreement(str(source))
+
+
+def source_of_weights(folder: Path) -> Path | None:
+    """Returns the file of weights, or their index, that transformers loads from a folder; None if it has none."""
+    return next((folder / name for name in (WEIGHTS, INDEX, *PICKLED) if (folder / name).is_file()), None)
+
+
+def files_of(source: Path) -> list[Path]:
+    """Returns the weight files of a source: itself, or those that an index names.
+
+    Raises:
+        ModelError: the index cannot be read, or a file is missing.
+    """
+    return _shards(source) if source.suffix == ".json" else [source]
 
 
 def read_shapes(file: Path) -> dict[str, tuple[int, ...]]:
@@ -139,22 +150,19 @@ class LoadingReport:
             )
 
 
-def _shards(folder: Path) -> list[Path]:
-    """Returns the weight files that a folder's index names.
-
-    Raises:
-        ModelError: the index cannot be read, or a file is missing.
-    """
+def _shards(index: Path) -> list[Path]:
+    folder = index.parent
     try:
-        names = sorted({str(name) for name in json.loads((folder / INDEX).read_text("utf-8"))["weight_map"].values()})
+        names = sorted({str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ModelError(
-            f"{folder / INDEX} is not an index of weight files: it has no readable weight_map.", "Download it again."
+            f"{index} is not an index of weight files: it has no readable weight_map.", "Download it again."
         ) from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
         raise ModelError(
-            f"{folder} lacks {len(missing)} of the {len(names)} weight files that {INDEX} names: {_first(missing)}.",
+            f"{folder} lacks {len(missing)} of the {len(names)} weight files that {index.name} names: "
+            f"{_first(missing)}.",
             "Copy or download them too.",
         )
     return [folder / name for name in names]
