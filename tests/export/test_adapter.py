@@ -84,6 +84,12 @@ def test_what_an_adapter_cannot_carry(changes: dict, told: str, olmoe_backbone: 
     assert bool(found) == bool(told)
 
 
+@pytest.mark.parametrize("parts", [(), (OutputScale("fixed", 1.0),)])
+def test_a_plan_without_lora_is_no_adapter(parts: tuple[OutputScale, ...], olmoe_backbone: Backbone) -> None:
+    found = obstacle(olmoe_backbone.info, deployment_of(olmoe_backbone, AdapterPlan(parts)))
+    assert found == "it trains no LoRA"
+
+
 def test_experts_trained_in_full_are_refused(olmoe_backbone: Backbone, tmp_path: Path) -> None:
     plan = AdapterPlan((Lora(2, 1.0, ("q_proj",)), FullExperts()))
     deployment = deployment_of(olmoe_backbone, plan)

@@ -35,6 +35,7 @@ from fedguild.export.weights import (
     stacked_factors,
     summed_rank,
 )
+from fedguild.model.adapters.lora import Lora
 from fedguild.model.families import FAMILIES
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes
@@ -56,6 +57,8 @@ def obstacle(model: ModelInfo, deployment: Deployment) -> str:
         return f"it trains more than LoRA, namely {', '.join(beyond)}"
     if changed:
         return f"{len(changed)} of its weights are trained in full, for example {next(iter(changed))}"
+    if deployment.plan.part(Lora) is None:
+        return "it trains no LoRA"
     if apart := merged_beyond(deployment):
         return f"its run merged changes beside the adapter's modules, for example into {apart[0]}"
     if is_dense(deployment):
