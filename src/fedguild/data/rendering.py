@@ -21,6 +21,8 @@ from fedguild.core.errors import ConfigError, DataError, first_line
 from fedguild.data.batches import Cut, Encoded
 from fedguild.data.example import Example, Message, shared_turns
 
+CONVERSATIONS = "conversations by the chat template"
+"""The beginning of what a federation's site says of its texts if they are conversations."""
 PLAIN = "plain"
 PLAIN_TEMPLATE = (
     "{{ bos_token or '' }}{% for message in messages %}{% if message.role not in ('system', 'user', 'assistant') or "

@@ -35,8 +35,8 @@ from fedguild.core.progress import Silent
 from fedguild.core.score_names import names_of
 from fedguild.data import ClientData
 from fedguild.data.batches import Encoded
+from fedguild.data.rendering import CONVERSATIONS, set_chat_template
 from fedguild.data.rendering import encode as encode_example
-from fedguild.data.rendering import set_chat_template
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.local import LocalEngine
 from fedguild.engines.private import PrivateAnswers
@@ -558,7 +558,7 @@ class TrainerService:
             return f"prompts by the template {data.template or 'of the corpus'}, special_tokens {data.special_tokens}"
         template = hashlib.sha256(str(backbone.tokenizer.chat_template).encode()).hexdigest()[:8]
         learned = f"train_on {data.train_on}, special_tokens {data.special_tokens}"
-        return f"conversations by the chat template {template}, {learned}"
+        return f"{CONVERSATIONS} {template}, {learned}"
 
     def _load_once(self, config: Config) -> Backbone:
         if self._backbone is None:

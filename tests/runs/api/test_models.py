@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from typer.testing import CliRunner
 
 import fedguild
 from fedguild.cli import app
+from fedguild.config import load_config
 from fedguild.core.errors import CheckpointError, ConfigError
 from fedguild.core.payload import Payload
+from fedguild.data.example import ELSEWHERE
 from fedguild.data.rendering import encode_prompt
 from fedguild.model.slots import SlotModel
 from fedguild.runs import experiment
@@ -125,6 +128,42 @@ def test_the_command_samples_by_its_seed_and_uses_the_template(routed_runs: dict
     templated = type(generator)(generator.model, "alpaca")
     "".join(templated.stream("Hi", 1))
     assert "### Instruction:\nHi\n\n### Response:" in generator.model.tokenizer.decode(seen[0])
+
+
+CHATS = "conversations by the chat template 12345678, train_on all_turns, special_tokens text"
+PROMPTS = "prompts by the template of the corpus, special_tokens text"
+
+
+@pytest.mark.parametrize(
+    ("said", "settings", "template"),
+    [
+        (CHATS, [], "chat"),
+        (PROMPTS, [], "alpaca"),
+        ("", [], ""),
+        ("", ["data.chat_template=plain"], "chat"),
+        ("", ["data.template=plain"], "plain"),
+        (None, [], ""),
+    ],
+)
+def test_a_server_takes_the_template_of_its_sites(said, settings, template, tmp_path, monkeypatch):
+    """Their data is not here, but they say how their texts are written; not in a private run."""
+    from fedguild.runs.api import generating
+
+    config = load_config("fedit/tiny-tasks", ["data.dataset=instructions", *settings])
+    if said is not None:
+        (tmp_path / "members.json").write_text(json.dumps({"0": {"texts": said}}))
+    run = SimpleNamespace(
+        config=config,
+        folder=tmp_path,
+        data=SimpleNamespace(corpus=ELSEWHERE),
+        backbone=SimpleNamespace(info=SimpleNamespace(seq2seq=None)),
+    )
+    monkeypatch.setattr(generating, "load_attached", lambda *_: (None, run))
+    generator = generating.open_generator(tmp_path)
+    assert generator.template == template
+    if not template:
+        with pytest.raises(ConfigError, match=r"The template of the run's prompts is not known(.|\n)*with --raw"):
+            "".join(generator.stream("Hi"))
 
 
 @pytest.mark.parametrize(

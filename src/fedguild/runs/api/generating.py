@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import queue
 import threading
@@ -13,14 +14,16 @@ from typing import Any
 import torch
 
 from fedguild.core.errors import ConfigError
+from fedguild.core.layout import MEMBERS
 from fedguild.data.batches import Seq2Seq
 from fedguild.data.conversation import as_conversation
 from fedguild.data.corpora import corpus_spec
-from fedguild.data.example import Example
+from fedguild.data.example import ELSEWHERE, Example
 from fedguild.data.prompts import render
-from fedguild.data.rendering import ends_of, prompt_ids
+from fedguild.data.rendering import CONVERSATIONS, ends_of, prompt_ids
 from fedguild.runs.api.models import subject_of
 from fedguild.runs.exporting import load_attached
+from fedguild.runs.setup import Experiment
 
 LEAST_TEMPERATURE = 1e-3
 """The least temperature of sampling; below it logits overflow."""
@@ -31,7 +34,7 @@ class Generator:
     """A run's model with its tokenizer and the prompt template that it was trained with.
 
     Attributes:
-        template: Name of the template; `chat` for the chat template.
+        template: Name of the template; `chat` for the chat template; empty if only the run's sites know it.
         seq2seq: The input form of an encoder-decoder model; None for a causal model.
     """
 
@@ -52,8 +55,14 @@ class Generator:
             raw: Whether to give the prompt to the model without the template.
 
         Raises:
-            ConfigError: the prompt is empty, or an argument is out of range.
+            ConfigError: the prompt is empty, an argument is out of range, or the template is not known.
         """
+        if not raw and not self.template:
+            raise ConfigError(
+                "The template of the run's prompts is not known: its texts are at its sites, which keep their form to "
+                "themselves, and neither data.template nor data.chat_template is set.",
+                "Give the prompt as the sites' texts are written, with --raw.",
+            )
         if raw and not prompt:
             raise ConfigError("The prompt is empty, and without the template nothing else stands before the answer.")
         if not (temperature == 0 or LEAST_TEMPERATURE <= temperature < math.inf):
@@ -121,7 +130,18 @@ def open_generator(
 ) -> Generator:
     """Returns the generator of a run's model; arguments and errors as in `load_model`."""
     model, experiment = load_attached(folder, subject_of(budget, client), round)
-    data = experiment.config.data
-    chat = any(example.messages for example in experiment.data.corpus.train[:1])
-    template = "chat" if chat else data.template or corpus_spec(data.dataset).template
-    return Generator(model, template, experiment.backbone.info.seq2seq)
+    return Generator(model, _template(experiment), experiment.backbone.info.seq2seq)
+
+
+def _template(experiment: Experiment) -> str:
+    """Returns the template of a run's prompts, on a federation's server as the sites say; empty if they do not."""
+    data, corpus = experiment.config.data, experiment.data.corpus
+    usual = data.template or corpus_spec(data.dataset).template
+    if corpus is not ELSEWHERE:
+        return "chat" if any(example.messages for example in corpus.train[:1]) else usual
+    members = experiment.folder / MEMBERS
+    known = json.loads(members.read_text("utf-8")).values() if members.is_file() else ()
+    texts = [said for member in known if (said := member.get("texts"))]
+    if texts:
+        return "chat" if any(said.startswith(CONVERSATIONS) for said in texts) else usual
+    return data.template or ("chat" if data.chat_template else "")
