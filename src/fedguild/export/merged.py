@@ -90,7 +90,8 @@ def _write_generation_config(folder: Path, model: Any, tokenizer: Any) -> None:
     given = model.generation_config
     given.save_pretrained(folder)
     known = {*(given.eos_token_id if isinstance(given.eos_token_id, list) else [given.eos_token_id])} - {None}
-    ends = {getattr(tokenizer, "eos_token_id", None)} - {None}
+    end = getattr(tokenizer, "eos_token_id", None)
+    ends = set[int]() if end is None else {end}
     if getattr(tokenizer, "chat_template", None):
         with suppress(DataError):  # one that cannot be trained with
             ends |= ends_of(tokenizer)
