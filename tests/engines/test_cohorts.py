@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,14 @@ def test_examples_survive_the_way_to_an_actor():
 @pytest.mark.parametrize("frequency", [None, torch.rand(2, 3, 8)[:, 1]])
 def test_a_result_survives_the_way_back(memory, frequency):
     training = LocalReport(
-        steps=3, tokens=40, examples=6, loss=0.1 + 0.2, seconds=1.5, reference_tokens=3, forward_tokens=7
+        steps=3,
+        tokens=40,
+        examples=6,
+        loss=0.1 + 0.2,
+        first_loss=0.7,
+        seconds=1.5,
+        reference_tokens=3,
+        forward_tokens=7,
     )
     report = ClientReport(training, frequency, 77)
     left = None if memory is None else Payload({"a": torch.randn(2, 3)}, {"merge_version": 3})
@@ -137,6 +145,8 @@ def test_a_result_survives_the_way_back(memory, frequency):
             assert all(torch.equal(payload.tensors[name], tensor) for name, tensor in expected.tensors.items())
     assert (decoded.report.frequency is None) == (frequency is None)
     assert frequency is None or torch.equal(decoded.report.frequency, frequency)
+    older = {name: value for name, value in report.to_json().items() if name != "first_loss"}
+    assert ClientReport.from_json(older).training == replace(training, first_loss=None)
 
 
 @pytest.fixture

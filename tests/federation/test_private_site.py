@@ -68,7 +68,7 @@ def test_a_site_says_no_size_loss_or_score_that_is_not_public(olmoe_folder: Path
     said = trainer.handle(request).metadata
     assert said["withheld"]
     assert {said[name] for name in ("tokens", "examples", "loss", "seconds", "forward_tokens")} == {0}
-    assert (said["frequency"], said["peak_memory_bytes"]) == (None, None)
+    assert (said["first_loss"], said["frequency"], said["peak_memory_bytes"]) == (None, None, None)
     asked = {**run_metadata(config), "scope": "client", "split": "test"}
     score = trainer.handle(Message("score", RUN, 1, 1, metadata=asked, body=request.body))
     assert "scores are not among the run's privacy.public" in score.failure

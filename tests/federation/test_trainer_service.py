@@ -63,6 +63,7 @@ def test_a_trained_round_comes_with_its_report(config: Config, trainer: TrainerS
     report = ClientReport.from_json(reply.metadata)
     assert (reply.run, reply.round, reply.client) == (RUN, 1, 1)
     assert report.training.steps == 2
+    assert report.training.first_loss is not None
     assert report.frequency is not None
     assert report.frequency.shape == (2, 8)
     assert (report.peak_memory_bytes or 0) > 0

@@ -33,6 +33,7 @@ class ClientReport:
             "tokens": self.training.tokens,
             "examples": self.training.examples,
             "loss": self.training.loss,
+            "first_loss": self.training.first_loss,
             "seconds": self.training.seconds,
             "frequency": None if self.frequency is None else self.frequency.tolist(),
             "peak_memory_bytes": self.peak_memory_bytes,
@@ -51,11 +52,13 @@ class ClientReport:
         try:
             counts = {name: int(values[name]) for name in ("steps", "tokens", "examples")}
             withheld = bool(values.get("withheld", False))
+            first_loss = values.get("first_loss")
             training = LocalReport(
                 **counts,
                 loss=float(values["loss"]),
                 seconds=float(values["seconds"]),
                 withheld=withheld,
+                first_loss=None if first_loss is None else float(first_loss),
                 reference_tokens=int(values.get("reference_tokens", 0)),
                 forward_tokens=int(values.get("forward_tokens", 0)),
             )

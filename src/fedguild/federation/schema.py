@@ -142,6 +142,7 @@ class TrainAnswer(_Part):
         tokens: Training tokens, padding excluded.
         examples: Examples seen, repeats counted.
         loss: Mean loss, nats per response token.
+        first_loss: The same of the first step alone; None where it is not known.
         frequency: [L, M] share of its tokens that activated each expert; None for a dense model.
         peak_memory_bytes: Peak memory of its cohort; None where it was not measured.
         withheld: Whether the figures are withheld for privacy, and so 0 or None.
@@ -157,6 +158,7 @@ class TrainAnswer(_Part):
     frequency: list[list[Share]] | None
     peak_memory_bytes: Annotated[int, Field(ge=0, le=LARGEST_BYTES)] | None
     withheld: bool = False
+    first_loss: Annotated[float, Field(ge=-LARGEST_LOSS, le=LARGEST_LOSS, allow_inf_nan=False)] | None = None
     reference_tokens: int = Field(default=0, ge=0, le=LARGEST_TOKENS)
     forward_tokens: int = Field(default=0, ge=0, le=LARGEST_TOKENS)
 
