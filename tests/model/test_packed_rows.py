@@ -175,3 +175,23 @@ def test_variable_length_attention_gets_what_it_documents(heads, monkeypatch):
     found = packed_rows._variable_length(query, key, value, rows, 0.3)
     assert found.shape == expected.shape == (1, 9, 4, 8)
     assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("capability", "size", "dtype", "hip", "has"),
+    [
+        ((8, 0), 128, torch.bfloat16, None, True),
+        ((9, 0), 256, torch.float16, None, True),
+        ((7, 5), 128, torch.float16, None, False),
+        ((7, 5), 128, torch.float16, "6.3", True),
+        ((8, 0), 100, torch.bfloat16, None, False),
+        ((8, 0), 264, torch.bfloat16, None, False),
+        ((8, 0), 128, torch.float32, None, False),
+    ],
+)
+def test_variable_length_attention_runs_where_flash_attention_does(capability, size, dtype, hip, has, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    uncached = packed_rows._runs_flash_attention.__wrapped__
+    monkeypatch.setattr(packed_rows, "_runs_flash_attention", uncached)
+    assert packed_rows._has_variable_length(torch.device("cuda", 0), dtype, size, size) is has

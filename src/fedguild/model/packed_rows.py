@@ -11,6 +11,7 @@ there is a model.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -104,7 +105,14 @@ def pads_attention(config: Any, device: torch.device, dtype: torch.dtype) -> boo
 
 
 def _has_variable_length(device: torch.device, dtype: torch.dtype, keys: int, values: int) -> bool:
-    return device.type == "cuda" and dtype in _VARLEN_DTYPES and keys == values <= 256
+    fits = dtype in _VARLEN_DTYPES and keys == values <= 256 and keys % 8 == 0
+    return fits and device.type == "cuda" and _runs_flash_attention(device)
+
+
+@cache
+def _runs_flash_attention(device: torch.device) -> bool:
+    """Whether a GPU is of Nvidia's Ampere generation or newer, or one of AMD."""
+    return torch.version.hip is not None or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def pays(batch: SlotBatch) -> bool:
