@@ -259,6 +259,25 @@ def test_auto_plans_for_the_largest_client_and_the_longest_batch(olmoe_backbone,
     assert asked == [(olmoe_backbone, largest, tokens, 5, 12345, engine.settings, None, form)]
 
 
+def test_auto_does_not_count_what_the_server_takes_between_deliveries(olmoe_backbone, flame, tmp_path, monkeypatch):
+    peak, sizes = [0], []
+
+    def watched(backbone: Backbone, plans: Sequence[AdapterPlan]) -> SlotModel:
+        sizes.append(len(plans))
+        return SlotModel(backbone, plans)
+
+    monkeypatch.setattr(cohorts, "SlotModel", watched)
+    monkeypatch.setattr(cohorts, "auto_cohort_size", lambda *_: 2)
+    monkeypatch.setattr(local, "room_of", lambda _: 100)
+    monkeypatch.setattr(cohorts, "used_bytes", lambda _: 0)
+    monkeypatch.setattr(cohorts, "reset_peak", lambda _: peak.append(50))
+    monkeypatch.setattr(cohorts, "peak_bytes", lambda _: peak[-1])
+    engine = engine_of(olmoe_backbone, flame, tmp_path, "auto")
+    for _ in engine.train(flame, olmoe_backbone.info, tasks_of(flame, olmoe_backbone)):
+        peak.append(1000)
+    assert sizes == [2, 2, 1]
+
+
 @pytest.mark.parametrize(("packs", "tokens"), [(False, 2 * 40), (True, math.ceil(1.1 * 45))])
 def test_auto_counts_the_padding_that_is_computed(packs, tokens):
     assert cohorts.most_tokens([[40, 3, 5], [9, 9, 9]], 2, packs=packs) == tokens

@@ -102,6 +102,7 @@ class LocalEngine:
                     if deadline is not None and time.monotonic() - started > deadline:
                         left_out |= {task.client.index: too_late(task, plan, deadline) for task, plan in cohort}
                         continue
+                    trained: list[Trained] = []
                     with cohorts.fitting():
                         work = [self._work(task) for task, _ in cohort]
                         self.note("training", clients=[task.client.index for task, _ in cohort])
@@ -112,6 +113,7 @@ class LocalEngine:
                             cohort[0][0].round,
                             keep_trained=self.memory.trained is not None,
                         )
+                    if trained:  # else the memory was too small, and the cohort comes again in parts
                         yield from self._delivered(cohort, trained, left_out)
         yield from taken_before(left_out)
 
