@@ -29,6 +29,8 @@ from fedguild.engines.ray_actor import (
     unpack_rows,
 )
 from fedguild.methods import build_method
+from fedguild.privacy.dp.dp_sgd import DpSgd
+from fedguild.privacy.dp.noise import Noise
 from fedguild.runs.setup import prepare
 from fedguild.server.engine import Wait
 from fedguild.server.method import Roster
@@ -180,6 +182,18 @@ def test_an_actor_trains_from_plain_values_and_bytes(actor, flame):
     ).shapes
     assert trained.left is None
     assert actor.cohort_size(job) == 1
+
+
+def test_an_actor_sizes_cohorts_with_dp_sgd_for_the_gradients_of_single_examples(actor, monkeypatch):
+    counted = []
+    monkeypatch.setattr(
+        cohorts_module, "auto_cohort_size", lambda *arguments: counted.append(arguments[-1].examples) or 1
+    )
+    plain = CohortJob("flame", {"rank": 3}, 2, (client(0, LARGE, 4),))
+    noisy = DpSgd(1.0, 1.0, 0.5, 2, 2.0, Noise(b"key")).to_plain()
+    for job in (plain, replace(plain, private=(noisy,))):
+        actor.cohort_size(job.to_plain())
+    assert counted == [0, SETTINGS.batch_size]
 
 
 def test_what_an_actor_cannot_mend_comes_back_as_words(actor, monkeypatch):

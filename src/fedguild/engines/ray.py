@@ -210,7 +210,8 @@ class RayEngine:
     def _cohorts(self, method: Method, members: Sequence[Planned]) -> list[list[Planned]]:
         """Splits clients that can train together into cohorts, enough of them that every actor gets one."""
         if self.cohort_size == "auto":
-            size = min(self._largest_cohort(job_of(method, members)), -(-len(members) // len(self._actors)))
+            job = job_of(method, members, private=self.private)
+            size = min(self._largest_cohort(job), -(-len(members) // len(self._actors)))
         else:
             size = self.cohort_size
         return [list(members[start : start + size]) for start in range(0, len(members), size)]

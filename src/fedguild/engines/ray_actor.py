@@ -72,9 +72,7 @@ class CohortJob:
         return cls(**{**plain, "clients": tuple(clients), "private": tuple(plain["private"])})
 
 
-def job_of(
-    method: Method, members: Sequence[Planned], *, keep_trained: bool = False, private: Private | None = None
-) -> Plain:
+def job_of(method: Method, members: Sequence[Planned], *, keep_trained: bool = False, private: Private | None) -> Plain:
     first, *_ = tasks = [task for task, _ in members]
     clients = tuple(task.client for task in tasks)
     noisy = () if private is None else tuple(private(client, first.round).to_plain() for client in clients)
@@ -158,6 +156,13 @@ class CohortActor:
     def _trainer(self) -> Trainer:
         return Trainer(self._load(self._backbone), self._settings, self._seed)
 
+    def _trainer_of(self, request: CohortJob) -> Trainer:
+        """Returns the trainer with the DP-SGD of a job's clients, if they train with it."""
+        if not request.private:
+            return self.trainer
+        by_client = dict(zip(request.clients, map(DpSgd.from_plain, request.private), strict=True))
+        return replace(self.trainer, private=lambda client, _: by_client[client])
+
     def describe(self) -> Plain:
         """Returns the actor's process, how often it loaded the backbone, its threads and its device."""
         return {
@@ -174,7 +179,8 @@ class CohortActor:
         plans = [method.plan(self.trainer.backbone.info, client.budget) for client in request.clients]
         lengths = [self.examples[f"{client.index}/lengths"].tolist() for client in request.clients]
         pairs = any(self.examples[f"{client.index}/pairs"] for client in request.clients)
-        return self.trainer.cohort_size(plans, lengths, self._free_bytes(), request.round, rows=2 if pairs else 1)
+        trainer = self._trainer_of(request)
+        return trainer.cohort_size(plans, lengths, self._free_bytes(), request.round, rows=2 if pairs else 1)
 
     def train(self, job: Plain, *payloads: bytes) -> tuple[Plain, list[bytes]]:
         """Trains a cohort, in parts if the memory does not hold it at once.
@@ -195,10 +201,7 @@ class CohortActor:
             for client, download, memory in zip(clients, downloads, memories, strict=True)
         ]
         cohorts = FittingCohorts(members, max(1, len(members)), self.trainer.backbone.device, splits=self.ranks is None)
-        trainer = self.trainer
-        if request.private:
-            by_client = dict(zip(clients, map(DpSgd.from_plain, request.private), strict=True))
-            trainer = replace(trainer, private=lambda client, _: by_client[client])
+        trainer = self._trainer_of(request)
         trained: list[Trained] = []
         try:
             with self._together():

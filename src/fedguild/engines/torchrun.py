@@ -252,7 +252,7 @@ class TorchrunEngine:
     def _cohorts(self, method: Method, members: Sequence[Planned]) -> list[list[Planned]]:
         """Splits clients that can train together into cohorts, enough of them that every rank gets one."""
         if self.cohort_size == "auto":
-            job = job_of(method, members)
+            job = job_of(method, members, private=self.private)
             fitting = int(min(self.workers.call("cohort_size", [(job,)] * self.workers.count)))
             size = max(1, min(fitting, -(-len(members) // self.workers.count)))
         else:
