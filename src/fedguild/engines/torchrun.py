@@ -59,7 +59,7 @@ def follow(device: str = "auto") -> None:
         device: The kind of device to compute on, as `model.device`.
 
     Raises:
-        FedGuildError: a rank did not arrive in time.
+        FedGuildError: a rank did not arrive in time, or this one failed; torchrun then ends all others.
     """
     ranks = _meet(device, TIMEOUT_SECONDS)
     workers = RankWorkers(ranks)
@@ -86,21 +86,23 @@ class RankWorkers:
         """Calls a method of every rank's actor, each with its own arguments; returns the results in order.
 
         Raises:
-            FedGuildError: a rank did not arrive in time, or failed.
+            FedGuildError: a rank did not arrive in time, or this one failed.
         """
         try:
             with self.ranks.naming_who_hangs():
                 results = self._exchange([(name, own) for own in arguments])
         except BaseException:
-            self.has_failed = True
+            self.has_failed = True  # the others may be in the middle of a pass
             raise
         assert results is not None
-        if any(isinstance(result, dict) and "error" in result for result in results):
-            self.has_failed = True  # the others may be in the middle of a pass
         return results
 
     def answer(self) -> bool:
-        """Executes rank 0's next request; returns whether there are more to come."""
+        """Executes rank 0's next request; returns whether there are more to come.
+
+        Raises:
+            FedGuildError: as `call`.
+        """
         with self.ranks.naming_who_hangs():
             self._exchange(None)
         return self.actor is not None
@@ -116,6 +118,7 @@ class RankWorkers:
         return results
 
     def _run(self, name: str, arguments: tuple[Any, ...]) -> Any:
+        """Runs a command; an error is raised here, as the other ranks may wait for this one in a pass."""
         if name == END:
             self.actor = None
             return None
@@ -123,12 +126,11 @@ class RankWorkers:
             place = (self.ranks.rank, self.count, self.ranks.timeout_seconds)
             backbone, settings, seed, threads, gpu_fraction, examples = arguments
             self.actor = CohortActor(backbone, settings, seed, threads, gpu_fraction, examples, place)
-            try:
-                self.actor.join(self.ranks)
-            except FedGuildError as error:
-                return {"error": error.message, "hint": error.hint}
+            self.actor.join(self.ranks)
             return None
-        return getattr(self.actor, name)(*arguments)
+        result = getattr(self.actor, name)(*arguments)
+        raised([result[0] if isinstance(result, tuple) else result])
+        return result
 
 
 class TorchrunEngine:
@@ -166,7 +168,7 @@ class TorchrunEngine:
         self.workers = RankWorkers(_meet(str(backbone["device"]), timeout_seconds))
         self.device = self.workers.ranks.device
         arguments = (backbone, settings.model_dump(), seed, torch.get_num_threads(), 1.0, pack_examples(examples))
-        raised(self.workers.call(BEGIN, [arguments] * self.workers.count))
+        self.workers.call(BEGIN, [arguments] * self.workers.count)
 
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
@@ -240,7 +242,6 @@ class TorchrunEngine:
         nothing = (idle_job(method, merge_digest(volley[0])), merges)
         arguments += [nothing] * (self.workers.count - len(volley))
         found = self.workers.call("train", arguments)[: len(volley)]
-        raised([summary for summary, _ in found])
         return [
             [
                 decode_result(report, *payloads[3 * slot : 3 * slot + 3])

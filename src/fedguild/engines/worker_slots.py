@@ -34,7 +34,11 @@ class Workers(Protocol):
         ...
 
     def call(self, name: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls a method of every actor at the same time, each with its own arguments; returns the results in order."""
+        """Calls a method of every actor at the same time, each with its own arguments; returns the results in order.
+
+        Raises:
+            FedGuildError: an actor failed.
+        """
         ...
 
 
@@ -68,7 +72,7 @@ class WorkerSlots:
             plain = [tuple(map(_plain, arguments)) for arguments in volley]
             given: list[tuple[Any, ...]] = [(name, arguments) for arguments in plain]
             given += [(name,)] * (self.workers.count - len(volley))
-            for found in raised(self.workers.call("compute", given)):
+            for found in self.workers.call("compute", given):
                 for result in found:
                     yield torch.from_numpy(result.copy()) if name == "token_losses" else result
 
@@ -81,15 +85,13 @@ def opened(
     merged: Mapping[str, Tensor],
     model: ModelInfo,
 ) -> Iterator[WorkerSlots]:
-    """Loads models into all workers, for the duration of the block."""
+    """Loads models into all workers for the duration of a block; after an error they stay there, as the run ends."""
     digest = f"scored {next(_numbers)}" if merged else ""
     payloads = [*(encode(Payload(own)) for own in tensors), encode(Payload(merged))]
     arguments = ([plain_plan(plan) for plan in plans], digest, *payloads)
     workers.call("open_slots", [arguments] * workers.count)
-    try:
-        yield WorkerSlots(workers, len(plans), model)
-    finally:
-        workers.call("close_slots", [()] * workers.count)
+    yield WorkerSlots(workers, len(plans), model)
+    workers.call("close_slots", [()] * workers.count)
 
 
 def raised(results: Sequence[Any]) -> Sequence[Any]:
