@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -279,14 +280,37 @@ def test_an_address_without_a_cluster_is_told_with_what_to_do(monkeypatch: pytes
         connect("10.0.0.1:6379", cores=1)
 
 
+SHARDED = "federation.engine={name: ray, timeout_seconds: 60, ray: {actors: 1, gpus_per_actor: 2}}"
+
+
 @pytest.mark.long
 def test_processes_that_share_a_backbone_end_as_the_local_engine(models, shared, tmp_path):
     """Two processes hold half the layers each, train cohorts of their own, three in all, and score.
 
-    The last test here: they need the cores of the actors that the others share.
+    The last tests here: they need the cores of the actors that the others share.
     """
     shared.close()
     experiment.run(case_config("flame", models), tmp_path / "local")
-    sharded = "federation.engine={name: ray, timeout_seconds: 60, ray: {actors: 1, gpus_per_actor: 2}}"
-    experiment.run(case_config("flame", models, sharded), tmp_path / "ray")
+    experiment.run(case_config("flame", models, SHARDED), tmp_path / "ray")
     assert_same(ended(tmp_path / "ray"), ended(tmp_path / "local"))
+
+
+@pytest.mark.long
+def test_processes_that_share_a_backbone_are_replaced_if_one_is_killed_in_a_round(models, shared, tmp_path):
+    """Ray tells of its death after the error of the other process, whose pass it does not come to."""
+    shared.close()
+    run = prepare(case_config("flame", models, SHARDED), tmp_path)
+    engine, _ = make_engine(run)
+    state = run.method.start(run.backbone.info, Roster(run.budgets), torch_rng(0, "start"))
+    tasks = [Task(1, client, run.method.download(state, run.backbone.info, client)) for client in run.clients]
+    expected = uploads(engine.train(run.method, run.backbone.info, tasks))
+    victim = engine.describe()[1]["pid"]
+    os.kill(victim, signal.SIGSTOP)
+    death = threading.Timer(3.0, os.kill, (victim, signal.SIGKILL))
+    death.start()
+    found = uploads(engine.train(run.method, run.backbone.info, tasks))
+    death.join()
+    assert victim not in {actor["pid"] for actor in engine.describe()}
+    engine.close()
+    for tensors, alone in zip(found, expected, strict=True):
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in alone.items())

@@ -10,17 +10,18 @@ one of them dies, the whole team is replaced.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 import torch
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError
+from ray.exceptions import GetTimeoutError, ObjectLostError, OutOfMemoryError, RayActorError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import Tensor
@@ -54,11 +55,13 @@ from fedguild.server.engine import WAIT_FOR_ALL, Delivery, Task, Wait, too_late
 from fedguild.server.method import Method
 
 TRIES = 3
-"""Actors that may die on one cohort before its clients count as failed."""
+"""Actors that may die on one cohort before its clients count as failed, or replacements while they start."""
 START_SECONDS = 900.0
 """Time limit for an actor to load the backbone, including the start of its machine."""
-LOST = (RayActorError, ObjectLostError)
-"""Raised by Ray when a process or a machine is lost."""
+DEATH_SECONDS = 10.0
+"""Time in which Ray tells of a process's death, which another of its actor may have told as an error before."""
+LOST = (RayActorError, ObjectLostError, OutOfMemoryError)
+"""Raised by Ray when a process or a machine is lost, or Ray ends a process to free its machine's memory."""
 
 
 class RayEngine:
@@ -141,21 +144,12 @@ class RayEngine:
             FedGuildError: an actor did not start, or not within `START_SECONDS`.
         """
         try:
-            for team in self._teams:  # if rank 0 cannot read the weights, the others wait for it
-                raised(ray.get(team.meeting[:1], timeout=START_SECONDS))
-                raised(ray.get(team.meeting, timeout=START_SECONDS))
-            actors: list[Plain] = ray.get([actor.describe.remote() for actor in self._actors], timeout=START_SECONDS)
+            _answers([reference for team in self._teams for reference in team.start], START_SECONDS)
+            return _answers([actor.describe.remote() for actor in self._actors], START_SECONDS)
         except GetTimeoutError as error:
-            raise FedGuildError(
-                f"The actors of the ray engine did not start within {START_SECONDS / 60:g} minutes.",
-                "`ray status` shows what Ray is waiting for.",
-            ) from error
-        except RayActorError as error:
-            raise FedGuildError(
-                f"An actor of the ray engine did not start: {str(error).strip()}",
-                "The backbone must fit the memory of each actor, and every machine needs FedGuild and the model.",
-            ) from error
-        return actors
+            raise _not_started() from error
+        except LOST as error:
+            raise _not_started(error) from error
 
     def train(
         self, method: Method, model: ModelInfo, tasks: Sequence[Task], terms: Wait = WAIT_FOR_ALL
@@ -217,10 +211,12 @@ class RayEngine:
         return [list(members[start : start + size]) for start in range(0, len(members), size)]
 
     def _largest_cohort(self, job: Plain) -> int:
-        """Returns how many of a job's clients fit an actor, by the answer of the first that is alive."""
-        for position, team in enumerate(self._teams):
+        """Returns how many of a job's clients fit an actor, by the answer of the first that has started."""
+        for position, team in sorted(enumerate(self._teams), key=lambda pair: not pair[1].has_started()):
             try:
-                return int(ray.get(team.actors[0].cohort_size.remote(job)))
+                return int(ray.get(team.actors[0].cohort_size.remote(job), timeout=START_SECONDS))
+            except GetTimeoutError as error:
+                raise _not_started() from error
             except LOST:
                 team.end()
                 self._teams[position] = self._new_team()
@@ -234,17 +230,16 @@ class RayEngine:
         """Calls a method of every process at the same time, each with its own arguments.
 
         Raises:
-            FedGuildError: a process died.
+            FedGuildError: a process failed or died.
         """
         calls = [getattr(actor, name).remote(*own) for actor, own in zip(self._actors, arguments, strict=True)]
         try:
-            results: list[Any] = ray.get(calls)
+            return _answers(calls)
         except LOST as error:
             raise FedGuildError(
                 f"An actor of the ray engine died while it scored: {str(error).strip().splitlines()[0]}",
                 "`fedguild resume` continues from the last complete round.",
             ) from error
-        return results
 
     def slots(
         self,
@@ -256,13 +251,19 @@ class RayEngine:
         """Loads models into all processes for the duration of a block, to be scored there.
 
         Actors that died since the last round are replaced first.
+
+        Raises:
+            FedGuildError: as `describe`.
         """
         for position, team in enumerate(self._teams):
             try:
-                ray.get([actor.describe.remote() for actor in team.actors])
+                ray.get([actor.describe.remote() for actor in team.actors], timeout=START_SECONDS)
+            except GetTimeoutError as error:
+                raise _not_started() from error
             except LOST:
                 team.end()
                 self._teams[position] = self._new_team()
+        self.describe()
         return opened(self, plans, tensors, merged, model)
 
     def free_bytes(self) -> int:
@@ -271,7 +272,8 @@ class RayEngine:
 
     def _new_team(self) -> _Team:
         if self._team_size == 1:
-            return _Team([self._new_actor()])
+            actor = self._new_actor()
+            return _Team([actor], [actor.describe.remote()])
         bundle = zip(("CPU", "GPU"), self._actor_resources.values(), strict=True)
         group = placement_group([{name: amount for name, amount in bundle if amount}] * self._team_size)
         actors = [
@@ -281,11 +283,8 @@ class RayEngine:
             )
             for rank in range(self._team_size)
         ]
-        places = ray.get([actor.address.remote() for actor in actors], timeout=START_SECONDS)
-        address, port = places[0]
-        if len({own for own, _ in places}) == 1:
-            address = "127.0.0.1"
-        return _Team(actors, [actor.meet.remote(address, port) for actor in actors], group)
+        places = [actor.address.remote() for actor in actors]
+        return _Team(actors, [actor.meet.remote(*places) for actor in actors], group)
 
     def _new_actor(self, place: tuple[int, int, float] | None = None, **options: Any) -> Any:
         kind = ray.remote(CohortActor).options(max_restarts=0, **self._actor_resources, **options)
@@ -298,13 +297,16 @@ class _Team:
 
     Attributes:
         actors: The processes.
-        meeting: The results of their meeting.
+        start: References that are ready as soon as a process holds its backbone, or has an error.
         group: The resources that Ray keeps for them.
     """
 
     actors: list[Any]
-    meeting: list[Any] = field(default_factory=list)
+    start: list[Any]
     group: Any = None
+
+    def has_started(self) -> bool:
+        return not ray.wait(self.start, num_returns=len(self.start), timeout=0)[1]
 
     def end(self) -> None:
         for actor in self.actors:
@@ -350,8 +352,44 @@ class StoredVersions:
         self._references = {}
 
 
+def _answers(calls: Sequence[Any], timeout_seconds: float | None = None) -> list[Any]:
+    """Returns the results of calls of several processes.
+
+    Args:
+        timeout_seconds: Longest time without a result.
+
+    Raises:
+        FedGuildError: a process returned an error; those that wait for it are not waited for.
+        GetTimeoutError: no result came in time.
+    """
+    waiting = list(calls)
+    found: dict[Any, Any] = {}
+    while waiting:
+        done, waiting = ray.wait(waiting, timeout=timeout_seconds)
+        if not done:
+            raise GetTimeoutError
+        found |= zip(done, raised(ray.get(done)), strict=True)
+    return [found[call] for call in calls]
+
+
+def _not_started(death: Exception | None = None) -> FedGuildError:
+    """Returns the error of actors that are not there in time, or of one that died while it started."""
+    if death is None:
+        return FedGuildError(
+            f"The actors of the ray engine did not start within {START_SECONDS / 60:g} minutes.",
+            "`ray status` shows what Ray is waiting for.",
+        )
+    return FedGuildError(
+        f"An actor of the ray engine did not start: {str(death).strip()}",
+        "The backbone must fit the memory of each actor, and every machine needs FedGuild and the model.",
+    )
+
+
 class _Scheduler:
     """The cohorts of one `train` call and their assignment to actors.
+
+    A seat is an actor's place among the engine's. It is idle once its actor holds the backbone; until then, `running`
+    has the references of its start, without payloads.
 
     Args:
         cohorts: All of them, in client order.
@@ -379,31 +417,36 @@ class _Scheduler:
         self.started = time.monotonic()
         self.merges = list(merges)
         self.waiting = deque(range(len(cohorts)))
-        self.idle = deque(range(len(teams)))
+        self.idle: deque[int] = deque()
         self.busy: Counter[int] = Counter()
         self.running: dict[Any, tuple[int, int | None, Any]] = {}
         self.finished: dict[int, _Finished] = {}
         self.deaths: Counter[int] = Counter()
+        self.failed_starts: Counter[int] = Counter()
         self.receivers = Counter(_content(task.download) for cohort in cohorts for task, _ in cohort)
         self.downloads: dict[Any, Any] = {}
+        for seat in range(len(teams)):
+            self._await_start(seat)
+            self._collect(timeout_seconds=0.0)  # so that the first cohorts go to the actors in their order
 
     def result(self, position: int) -> list[Trained] | str:
         """Waits for a cohort; returns its clients' results, or why there are none. The result is not kept.
 
         Raises:
-            FedGuildError: the memory of its actor's device is too small for one client.
+            FedGuildError: the memory of an actor's device is too small for one client, or no actor starts.
         """
         while True:
             while position not in self.finished:
                 if self.deaths[position] == TRIES:
                     return f"{TRIES} actors died while they trained it"
                 self._dispatch()
-                if not self.running:
+                is_training = any(payloads is not None for _, _, payloads in self.running.values())
+                if not is_training and self._seconds_left() < 0:
                     return too_late(*self.cohorts[position][0], self.deadline or 0.0).failure
-                self._collect(timeout_seconds=None)
+                limit = None if is_training else max(0.0, min(START_SECONDS, self._seconds_left()))
+                if not self._collect(limit) and limit == START_SECONDS:
+                    raise _not_started()
             finished = self.finished.pop(position)
-            if "error" in finished.summary:
-                raise FedGuildError(finished.summary["error"], finished.summary["hint"])
             try:
                 payloads = ray.get(finished.payloads)
             except LOST:
@@ -421,7 +464,7 @@ class _Scheduler:
 
     def _dispatch(self) -> None:
         """Gives waiting cohorts to idle actors, one to each of its processes, unless the deadline has passed."""
-        while self.waiting and self.idle and not self._is_over():
+        while self.waiting and self.idle and self._seconds_left() >= 0:
             seat = self.idle.popleft()
             actors = self.teams[seat].actors
             positions: list[int | None] = [self.waiting.popleft() for _ in actors[: len(self.waiting)]]
@@ -445,25 +488,43 @@ class _Scheduler:
         job = job_of(self.method, self.cohorts[position], keep_trained=keep_trained, private=self.private)
         return tuple(train.remote(job, *downloads, *memories, self.merges))
 
-    def _is_over(self) -> bool:
-        return self.deadline is not None and time.monotonic() - self.started > self.deadline
+    def _seconds_left(self) -> float:
+        return math.inf if self.deadline is None else self.started + self.deadline - time.monotonic()
 
-    def _collect(self, timeout_seconds: float | None) -> None:
-        """Fetches the summaries of finished cohorts; replaces actors that died."""
+    def _collect(self, timeout_seconds: float | None) -> bool:
+        """Fetches the summaries of finished cohorts; replaces actors that died. Returns whether anything came in time.
+
+        Raises:
+            FedGuildError: a process returned an error, also one without a cohort, or `TRIES` replacements died while
+                they started.
+        """
         done = ray.wait(list(self.running), timeout=timeout_seconds)[0] if self.running else []
         for reference in done:
             seat, position, payloads = self.running.pop(reference)
             self.busy[seat] -= 1
             try:
-                finished = _Finished(ray.get(reference), payloads)
+                summary = ray.get(reference)
+                if summary and "error" in summary:
+                    self._raise_if_dead(seat)
+                    raised([summary])
                 if position is not None:
-                    self.finished[position] = finished
-            except LOST:
+                    self.finished[position] = _Finished(summary, payloads)
+            except LOST as error:
+                if payloads is None:
+                    self.failed_starts[seat] += 1
+                    if self.failed_starts[seat] == TRIES:
+                        raise _not_started(error) from error
                 if position is not None:
                     self._requeue(position)
                 self._replace(seat)
             if not self.busy[seat]:
                 self.idle.append(seat)
+        return bool(done)
+
+    def _raise_if_dead(self, seat: int) -> None:
+        """Raises one of `LOST` if a process of an actor, one of which has an error, is dead."""
+        if others := [reference for reference, (own, _, _) in self.running.items() if own == seat]:
+            ray.get(ray.wait(others, num_returns=len(others), timeout=DEATH_SECONDS)[0])
 
     def _replace(self, seat: int) -> None:
         """Replaces an actor of which a process died; the cohorts of its other processes are trained again as well."""
@@ -474,6 +535,13 @@ class _Scheduler:
             if position is not None:
                 self._requeue(position)
         self.teams[seat] = self.new_team()
+        self._await_start(seat)
+
+    def _await_start(self, seat: int) -> None:
+        """Makes a seat idle as soon as its actor holds the backbone, which may have no room yet."""
+        start = self.teams[seat].start
+        self.running |= dict.fromkeys(start, (seat, None, None))
+        self.busy[seat] = len(start)
 
     def _requeue(self, position: int) -> None:
         """Puts a cohort whose actor or result is lost at the head of the queue, unless its tries are used up."""

@@ -135,10 +135,20 @@ class CohortActor:
             free.bind(("", 0))
             return _own_address(), int(free.getsockname()[1])
 
-    def meet(self, address: str, port: int) -> Plain | None:
-        """Meets the other ranks and loads the backbone with them; returns an error as `error` and `hint`, or None."""
+    def meet(self, *places: tuple[str, int]) -> Plain | None:
+        """Meets the other ranks and loads the backbone with them.
+
+        Args:
+            places: Each rank's `address`.
+
+        Returns:
+            An error as `error` and `hint`, or None.
+        """
         assert self.place is not None
         rank, size, seconds = self.place
+        address, port = places[0]
+        if len({own for own, _ in places}) == 1:
+            address = "127.0.0.1"
         device = pick_device(str(self._backbone["device"]))
         if device.type == "cuda":
             device = torch.device("cuda", torch.cuda.current_device())
