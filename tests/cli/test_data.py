@@ -42,7 +42,7 @@ def test_a_config_is_partitioned_and_a_leak_is_told(invoke: Invoke, tmp_path: Pa
     result = invoke("data", "fedit/tiny-tasks", *settings, *iid)
     assert result.exit_code == 0, result.output
     assert "training examples are on several clients." in result.stderr
-    assert "test examples have the prompt of a training example." in result.stderr
+    assert "held-out examples have the prompt of a training example." in result.stderr
 
 
 def test_a_site_of_a_federation_is_shown_as_its_client_reads_it(invoke: Invoke, tmp_path: Path):

@@ -99,6 +99,12 @@ def test_documents_stay_whole_and_balance():
             assert all(i in part for i, example in enumerate(examples) if example.document == document)
 
 
+def test_names_of_documents_are_kept_as_they_are():
+    names = ["a\0", "a", "b", "c\0"]  # an array of NumPy would lose the last letter of two
+    examples = [Example("x", "y", "z", "t", document=name) for name in names]
+    assert sorted(index for part in deal("document", examples, 2) for index in part) == [0, 1, 2, 3]
+
+
 def test_documents_that_are_missing_or_too_few():
     with pytest.raises(DataError, match="the document of every example"):
         deal("document", [Example("x", "y", "a", "t")] * 4, 2)

@@ -34,18 +34,24 @@ def test_duplicates_and_leaks_are_counted():
     a, b, c = example("a"), example("b"), example("c")
     found = duplicates_of([[a, a, b], [b, c], [c]], [a, a, example("c", "other"), example("d")])
     assert (found.train, found.test, found.leaked, found.tests, found.clients) == (3, 1, 3, 4, 4)
-    assert found.warning() == "Warning: 3 of 4 test examples have the prompt of a training example."
+    assert found.warning() == "Warning: 3 of 4 held-out examples have the prompt of a training example."
     assert duplicates_of([[a, b]], [c]).warning() == ""
     talk = conversation(messages_of("a", "b", "c", "d"))
     assert duplicates_of([[talk]], [conversation(messages_of("a", "b", "c", "x"))]).leaked == 1
     assert duplicates_of([[talk]], [conversation(messages_of("a", "x", "c", "d"))]).leaked == 0
 
 
-def test_the_tests_of_a_split_are_the_corpus_s_or_the_clients_():
+def test_all_examples_that_are_scored_are_looked_at():
     a, b = example("a"), example("b")
     clients = [ClientData(train=(a,), validation=(), test=(b,)), ClientData(train=(b,), validation=(), test=(a,))]
     assert duplicates_between(Corpus("x", (a, b)), clients).leaked == 2
-    assert duplicates_between(Corpus("x", (a, b), test=(example("c"),)), clients).leaked == 0
+    c = example("c")
+    found = duplicates_between(Corpus("x", (a, b), test=(c,)), clients)
+    assert (found.leaked, found.tests) == (2, 3), "clients are scored on their own, too"
+    drawn = [ClientData(train=(a,), validation=(c,), test=(c,))] * 2
+    found = duplicates_between(Corpus("x", (a, b), test=(c,)), drawn)
+    assert (found.leaked, found.tests, found.test) == (0, 1, 0), "one example, drawn by both"
+    assert duplicates_between(Corpus("x", (a, b)), [ClientData(train=(a,), validation=(a,), test=())]).leaked == 1
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,7 @@ def test_what_a_round_releases() -> None:
     ("settings", "neighbour"),
     [
         ({"unit": "example", "public": ("sizes",)}, "contributes nothing, their number fixed and public"),
-        ({"unit": "example", "sample_rate": 0.1}, "(added or removed)"),
+        ({"unit": "example", "sample_rate": 0.1}, "(added to those that it trains on, or removed from them)"),
         ({"unit": "client"}, "(replaced by any other)"),
         ({"unit": "client", "public": ("sizes",)}, "any other of the same size"),
         ({"unit": "client", "trust_model": "central"}, "there or all zeros"),

@@ -57,7 +57,7 @@ def test_a_leak_is_warned_of(tmp_path: Path):
     given = gather(rows)
     prepare(given.config(config, []), tmp_path, told, data=given.data)
     (line,) = [line for line in told.lines if line.startswith("Warning")]
-    assert "test examples have the prompt of a training example" in line
+    assert "held-out examples have the prompt of a training example" in line
 
 
 def test_a_missing_template_is_told_before_the_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -135,7 +135,7 @@ class PrivacyRules:
                 "replaced by one that contributes nothing, their number fixed and public; replaced by any other "
                 "is two such changes"
                 if self.sizes_are_public
-                else "added or removed"
+                else "added to those that it trains on, or removed from them"
             )
             lines = [
                 f"One training example of a client is protected ({neighbour}), by DP-SGD in the client's training.",

@@ -264,7 +264,8 @@ def by_document(documents: Sequence[str], clients: int, rng: np.random.Generator
             f"Use at most {len(of_document)} clients.",
         )
     parts: Parts = [[] for _ in range(clients)]
-    shuffled = rng.permutation(sorted(of_document)).tolist()
+    names = sorted(of_document)
+    shuffled = [names[index] for index in rng.permutation(len(names))]
     for document in sorted(shuffled, key=lambda name: -len(of_document[name])):
         min(parts, key=len).extend(of_document[document])
     return parts

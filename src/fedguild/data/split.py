@@ -89,7 +89,7 @@ def _matching_test(corpus: Corpus, share: Sequence[Example], client: int, rng: n
     """Draws as many of the corpus's test examples as the proportions of the share's labels allow, in random order.
 
     Two clients may be tested on the same example. Because of the random order, the first of them alone
-    (`evaluation.max_examples`) still cover all labels.
+    (`evaluation.max_examples`) are as if drawn at random. A label of which the corpus has few tests leaves few in all.
     """
     pool: dict[str, list[Example]] = {}
     for example in corpus.test:

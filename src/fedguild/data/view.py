@@ -38,7 +38,7 @@ class Duplicates:
         """Returns a sentence about test examples that are trained on; empty if there are none."""
         if not self.leaked:
             return ""
-        return f"Warning: {self.leaked} of {self.tests} test examples have the prompt of a training example."
+        return f"Warning: {self.leaked} of {self.tests} held-out examples have the prompt of a training example."
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class DataView:
         twice = self.duplicates
         counted = (
             (twice.train, "training examples repeat an earlier one"),
-            (twice.test, "test examples repeat an earlier one"),
+            (twice.test, "held-out examples repeat an earlier one"),
             (twice.clients, "training examples are on several clients"),
             (self.spelled, "training texts spell a special token of the tokenizer (data.special_tokens)"),
         )
@@ -137,9 +137,10 @@ def duplicates_of(training: Sequence[Sequence[Example]], testing: Iterable[Examp
 
 
 def duplicates_between(corpus: Corpus, clients: Sequence[ClientData]) -> Duplicates:
-    """Counts the duplicates in what clients train on and in what they or the global model are tested on."""
-    tests = corpus.test or [example for client in clients for example in client.test]
-    return duplicates_of([client.train for client in clients], tests)
+    """Counts the duplicates in what clients train on and in what they or the global model are scored on."""
+    held_out = [*corpus.test, *(example for client in clients for example in (*client.validation, *client.test))]
+    once = {id(example): example for example in held_out}  # clients may draw the same of the corpus's tests
+    return duplicates_of([client.train for client in clients], once.values())
 
 
 def view_of(

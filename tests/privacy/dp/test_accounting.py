@@ -59,9 +59,9 @@ def test_sampling_without_replacement_costs_what_the_library_says() -> None:
     round_ = dp_accounting.SampledWithoutReplacementDpEvent(20, 4, dp_accounting.GaussianDpEvent(3.0))
     expected = one_by_one(rdp.RdpAccountant(neighboring_relation=relation), round_, round_)
     assert epsilon([Release(3.0, 2, drawn=4, drawn_from=20)], DELTA) == pytest.approx(expected, rel=1e-9)
-    everybody = epsilon([Release(3.0, 2, drawn=20, drawn_from=20)], DELTA)
-    plain = one_by_one(rdp.RdpAccountant(), *[dp_accounting.GaussianDpEvent(3.0)] * 2)
-    assert everybody == pytest.approx(plain, rel=1e-9)
+    all_of_them = epsilon([Release(3.0, 2, drawn=20, drawn_from=20)], DELTA)
+    assert all_of_them == epsilon([Release(3.0, 2)], DELTA)
+    assert all_of_them < one_by_one(rdp.RdpAccountant(), *[dp_accounting.GaussianDpEvent(3.0)] * 2)
 
 
 @pytest.mark.long
@@ -109,6 +109,19 @@ def gaussian_epsilon(noise: float) -> float:
         return float(first - math.exp(value + norm.logcdf(-1 / (2 * noise) - value * noise)) - DELTA)
 
     return float(brentq(excess, 0, 1 / noise**2))
+
+
+def test_a_sample_costs_no_more_than_all() -> None:
+    """Whose bound is the smaller one where nearly all are drawn."""
+    every = epsilon([Release(0.5, 10)], 1e-5)
+    assert epsilon([Release(0.5, 10, drawn=99, drawn_from=100)], 1e-5) == every
+    assert epsilon([Release(0.5, 10, drawn=5, drawn_from=100)], 1e-5) < every / 3
+
+
+def test_many_releases_of_little_noise_are_accounted_as_one_of_less() -> None:
+    """Gaussian noise n times costs what it does once at 1/√n; the grid is that of the latter, too."""
+    often, once = (epsilon([release], 1e-5) for release in (Release(0.5, 100), Release(0.05)))
+    assert often == pytest.approx(once, rel=1e-3)
 
 
 def test_nothing_released_costs_nothing() -> None:

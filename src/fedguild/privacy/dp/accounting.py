@@ -147,10 +147,16 @@ def _bracket(target: float, delta: float, released: Callable[[float], Release]) 
 
 @lru_cache(maxsize=4096)
 def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
-    accountant = _accountant(_kind(releases), min(release.noise_multiplier for release in releases))
+    noise, kind = min(release.noise_multiplier for release in releases), _kind(releases)
+    if kind == "pld" and all(release.probability == 1.0 for release in releases):
+        noise = min(release.noise_multiplier / math.sqrt(release.times) for release in releases)  # as of one release
+    accountant = _accountant(kind, noise)
     for release in releases:
         accountant.compose(event_of(release))
-    return float(accountant.get_epsilon(delta))
+    found = float(accountant.get_epsilon(delta))
+    if kind == "rdp":  # a sample costs no more than all, which its bound may exceed
+        found = min(found, _epsilon(tuple(replace(one, drawn=None, drawn_from=None) for one in releases), delta))
+    return found
 
 
 def _kind(releases: Iterable[Release]) -> str:
