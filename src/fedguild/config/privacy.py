@@ -52,9 +52,9 @@ class PrivacySettings(Section):
     sampling: Literal["public", "secret"] = Field(
         default="public",
         description="What central noise assumes of the draw of a round's clients; public: everybody may know who takes "
-        "part, and a client pays for its own rounds; secret: nobody who sees the models knows; all clients pay in every "
-        "round, which costs less only if few of many are drawn (simulations only; the run's folder, report and config "
-        "say who took part, and must not be shown).",
+        "part, and a client pays for its own rounds; secret: nobody who sees the models knows; all clients pay in "
+        "every round, which costs less only if few of many are drawn (simulations only; the run's folder, report and "
+        "config say who took part, and must not be shown).",
     )
     sample_rate: float | None = Field(
         default=None,
