@@ -56,6 +56,17 @@ def test_checkpointing_is_the_configs_unless_it_is_asked_for(invoke: Invoke) -> 
     assert peak("model.gradient_checkpointing=true", "--no-checkpointing") == plain
 
 
+def test_the_memory_of_dp_sgd_holds_a_gradient_for_each_example_of_a_batch(invoke: Invoke) -> None:
+    def gradients(*arguments: object) -> int:
+        (record, *_) = json.loads(
+            invoke("profile", "fedit/tiny-tasks", "training.batch_size=4", *arguments, "--json").stdout
+        )
+        return int(record["memory"][0]["gradients_bytes"])
+
+    private = ("privacy.unit=example", "privacy.target_epsilon=8", "privacy.sample_rate=0.1", "training.epochs=null")
+    assert gradients(*private, "training.steps=7") == 5 * gradients()
+
+
 def test_what_is_wrong_is_said(invoke: Invoke) -> None:
     for arguments, told in (
         ((), "No config is named, and there is no fedguild.yaml in this folder."),

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config.training import TrainingSettings
 from fedguild.measuring.costs.flops import cost
+from fedguild.measuring.costs.memory import StepForm, memory
 from fedguild.measuring.costs.profile import Profile, profile
 from fedguild.measuring.costs.rows import as_rows
 from fedguild.measuring.costs.tiers import Workload
@@ -75,6 +79,23 @@ def test_under_trivial_a_client_pays_for_every_budget() -> None:
     assert large.flops_round == small.flops_round
     assert large.flops_round > large.steps * large.flops_training_step
     assert large.upload == small.upload
+
+
+def test_memory_counts_the_slots_that_a_client_holds_beside_its_own() -> None:
+    """Under trivial those of the largest rank, whatever the client's own budget."""
+    model = tiny_backbone().info
+    small = profiled("trivial", targets=["attention"]).tiers[1]
+    own, largest = (build_method("trivial", {"targets": ["attention"]}).plan(model, each) for each in (SMALL, LARGE))
+    form = StepForm(TRAINING.gradient_accumulation_steps)
+    assert small.peak_memory == memory(model, own, 16, dtype=torch.bfloat16, beside=largest, form=form)
+    assert small.peak_memory.adapters_bytes > memory(model, own, 16, dtype=torch.bfloat16, form=form).adapters_bytes
+
+
+def test_memory_counts_the_single_examples_of_dp_sgd() -> None:
+    plain, private = (
+        profiled(rank=2, work=replace(WORK, single_examples=examples)).tiers[0].peak_memory for examples in (0, 2)
+    )
+    assert private.gradients_bytes == 3 * plain.gradients_bytes
 
 
 def test_a_client_that_is_not_asked_every_round_is_shown() -> None:

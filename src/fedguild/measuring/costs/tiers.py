@@ -32,6 +32,7 @@ class Workload:
         any_dtype: Whether the dtype depends on the machine: fp32 on a CPU, bf16 on a GPU.
         checkpointing: Whether activations are recomputed in the backward pass.
         four_bit: Whether linear layers and experts are in 4 bit.
+        single_examples: Slots of single examples in which a client trains with DP-SGD; 0 without DP-SGD.
         wire_dtype: The dtype as which a floating-point number on the wire is counted.
     """
 
@@ -43,6 +44,7 @@ class Workload:
     any_dtype: bool = False
     checkpointing: bool = False
     four_bit: bool = False
+    single_examples: int = 0
     wire_dtype: torch.dtype = torch.float32
 
 
@@ -129,6 +131,7 @@ def tier_profile(
     ]
     later, first = _of(budget, list(chain(*traffic.later))), _of(budget, traffic.rounds[0])
     absent = _of(budget, traffic.absent)
+    plan = replace(plan, beside=_largest_beside(trained))
     rows = [
         MemoryRow(name, checkpointing, _memory(model, plan, replace(workload, dtype=dtype), checkpointing, four_bit))
         for name, dtype, four_bit in _weights(workload)
@@ -156,6 +159,12 @@ def tier_profile(
     )
 
 
+def _largest_beside(trained: Sequence[AdapterPlan]) -> AdapterPlan | None:
+    """Returns the largest plan of the further slots that a client holds; None if it holds none."""
+    further = [plan.beside for plan in trained if plan.beside is not None]
+    return max(further, key=lambda plan: plan.rank, default=None)
+
+
 def _memory(model: ModelInfo, plan: AdapterPlan, workload: Workload, checkpointing: bool, four_bit: bool) -> Memory:
     return memory(
         model,
@@ -165,7 +174,8 @@ def _memory(model: ModelInfo, plan: AdapterPlan, workload: Workload, checkpointi
         moments=workload.training.moments,
         checkpointing=checkpointing,
         four_bit=four_bit,
-        form=StepForm(workload.training.gradient_accumulation_steps),
+        beside=plan.beside,
+        form=StepForm(workload.training.gradient_accumulation_steps, examples=workload.single_examples),
     )
 
 

@@ -75,6 +75,7 @@ def profile_config(
         any_dtype=config.model.dtype == "auto",
         checkpointing=config.model.gradient_checkpointing if checkpointing is None else checkpointing,
         four_bit=config.model.load_in_4bit,
+        single_examples=config.training.batch_size if config.privacy.unit == "example" else 0,
         wire_dtype=WIRE_DTYPES[wire_dtype],
     )
     clients = [
