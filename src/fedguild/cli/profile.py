@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal, cast
 
 import typer
 
@@ -47,8 +47,13 @@ def command(
         typer.Option("--tokens", min=1, help="Tokens of a forward pass; by default training.batch_size sequences."),
     ] = None,
     wire_dtype: Annotated[
-        str, typer.Option("--wire-dtype", metavar="fp32|bf16", help="Dtype that numbers on the wire are counted in.")
-    ] = "fp32",
+        str | None,
+        typer.Option(
+            "--wire-dtype",
+            metavar="fp32|bf16",
+            help="Dtype that all numbers on the wire are counted in; by default as federation.wire_dtype sends them.",
+        ),
+    ] = None,
     checkpointing: Annotated[
         bool | None,
         typer.Option(
@@ -72,7 +77,7 @@ def command(
     if published:
         _show_published(as_json, markdown)
         return
-    if wire_dtype not in ("fp32", "bf16"):
+    if wire_dtype not in (None, "fp32", "bf16"):
         raise ConfigError(f"--wire-dtype is '{wire_dtype}'.", "Known: fp32, bf16.")
     named, settings = config_and_settings(config, overrides)
     costs = fedguild.profile(
@@ -83,7 +88,7 @@ def command(
         examples=examples,
         tokens=tokens,
         context=context,
-        wire_dtype="bf16" if wire_dtype == "bf16" else "fp32",
+        wire_dtype=cast('Literal["fp32", "bf16"] | None', wire_dtype),
         checkpointing=checkpointing,
         tell=note,
     )

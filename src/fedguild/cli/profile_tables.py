@@ -79,8 +79,7 @@ def _traffic(profile: Profile) -> Table:
         for what, direction in _directions(tier):
             rows.setdefault((what, direction), []).append(tier.budget.name)
     parts = sorted({part for _, direction in rows for part in direction.parts})
-    dtype = str(profile.workload.wire_dtype).removeprefix("torch.")
-    shown = _table(f"Bytes by payload part, numbers in {dtype} ({VARIES[profile.server.entry.varies]})")
+    shown = _table(f"Bytes by payload part, {_counted(profile)}")
     for name in ("tier", "payload", "in all", *parts):
         shown.add_column(name, justify="left" if name in ("tier", "payload") else "right", overflow="fold")
     for (what, direction), names in rows.items():
@@ -91,6 +90,16 @@ def _traffic(profile: Profile) -> Table:
         for what, size in (("up in place of it, secure aggregation", up), ("down for it", down)):
             shown.add_row("whoever holds all", what, byte_count(size), *("·" for _ in parts))
     return shown
+
+
+def _counted(profile: Profile) -> str:
+    """Returns how the bytes on the wire are counted."""
+    work, kind = profile.workload, VARIES[profile.server.entry.varies]
+    if work.wire_dtype is None:
+        return f"{'numbers in float32' if work.codec == 'fp32' else f'large tensors in {work.codec}'} ({kind})"
+    convention = "as papers count, whatever is sent"
+    dtype = str(work.wire_dtype).removeprefix("torch.")
+    return f"numbers in {dtype} ({convention if kind == 'exact' else f'{kind}; {convention}'})"
 
 
 def _directions(tier: TierProfile) -> Iterator[tuple[str, Direction]]:

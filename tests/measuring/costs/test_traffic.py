@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from fedguild.config.training import TrainingSettings
-from fedguild.core.accounting import HEADER, bytes_by_part
-from fedguild.core.codec import encode
+from fedguild.core.accounting import HEADER, bytes_by_part, count_traffic
+from fedguild.core.codec import CODECS, Codec, encode
 from fedguild.core.payload import Payload
+from fedguild.core.seeding import torch_rng
 from fedguild.measuring.costs.flops import cost
 from fedguild.measuring.costs.profile import profile
 from fedguild.measuring.costs.tiers import Workload
@@ -22,6 +23,8 @@ from fedguild.methods import METHODS, build_method
 from fedguild.model.plan import adapter_shapes
 from fedguild.model.shapes_only import LIMIT, ShapesOnly
 from fedguild.model.slots import SlotModel
+from fedguild.server.method import Roster
+from tests.backbones import tiny_backbone
 from tests.methods.test_matrix import ALIKE, CASES, CLIENTS, cases, cases_alike_long, cases_variants_long, fresh, train
 
 FLOAT_DIGITS = 24
@@ -116,6 +119,20 @@ def test_shapes_alone_give_the_same_bytes(label: str, tmp_path: Path) -> None:
 def test_the_papers_bytes_are_two_a_parameter(label: str, tmp_path: Path) -> None:
     full, half = (expected(label, tmp_path, dtype=dtype).rounds[-1][0] for dtype in (torch.float32, torch.bfloat16))
     assert all(half.upload[part] * 2 == size for part, size in full.upload.items() if part != HEADER)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_bytes_on_the_wire_are_those_of_the_codec(codec: Codec) -> None:
+    """As `count_traffic` counts a real payload's; the server holds the upload in fp32."""
+    model, method = tiny_backbone().info, build_method("fedit", {"rank": 64})
+    (found,) = exchanges(method, model, CLIENTS[:1], rounds=1, codec=codec).rounds[0]
+    roster = Roster([CLIENTS[0].budget], CLIENTS[:1])
+    download = method.download(method.start(model, roster, torch_rng(0, "start")), model, CLIENTS[0])
+    upload = Payload({name: torch.ones(tensor.shape) for name, tensor in download.tensors.items()})
+    counted = count_traffic(1, 0, download, upload, codec)
+    assert found.download == counted.download_by_part
+    assert found.upload["adapter"] == counted.upload_by_part["adapter"]
+    assert found.held_bytes == sum(exchanges(method, model, CLIENTS[:1], rounds=1).rounds[0][0].upload.values())
 
 
 def test_a_client_that_missed_a_round_downloads_the_pseudo_gradient(tmp_path: Path) -> None:

@@ -81,7 +81,13 @@ def profile(
     """
     budgets = list(budgets) or list(dict.fromkeys(client.budget for client in clients))
     traffic = exchanges(
-        method, model, clients, budgets=budgets, participants=participants, wire_dtype=workload.wire_dtype
+        method,
+        model,
+        clients,
+        budgets=budgets,
+        participants=participants,
+        codec=workload.codec,
+        wire_dtype=workload.wire_dtype,
     )
     tiers = []
     for budget in budgets:
@@ -96,16 +102,16 @@ def profile(
 
 def _server_profile(entry: ServerCosts, traffic: Exchanges, participants: int) -> ServerProfile:
     """Returns the server's costs in a round of the counted exchanges."""
-    sizes = [[sum(exchange.upload.values()) for exchange in exchanged] for exchanged in traffic.later]
-    received_bytes = round(fmean(map(sum, sizes)))
-    uploads_bytes = max(map(sum if entry.holds == "all" else max, sizes))
+    received_bytes = round(fmean(sum(sum(one.upload.values()) for one in exchanged) for exchanged in traffic.later))
+    held = [[exchange.held_bytes for exchange in exchanged] for exchanged in traffic.later]
+    uploads_bytes = max(map(sum if entry.holds == "all" else max, held))
     return ServerProfile(
         entry,
         participants,
         state_bytes=traffic.state_bytes,
         memory_bytes=2 * traffic.state_bytes + uploads_bytes,
         received_bytes=received_bytes,
-        running_sum_seconds=received_bytes * _seconds_per_byte(),
+        running_sum_seconds=fmean(map(sum, held)) * _seconds_per_byte(),
     )
 
 

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from fedguild.core.codec import Codec
 from fedguild.measuring.costs.profile import Profile
 from fedguild.measuring.costs.tiers import TierProfile
+
+WIRE: dict[Codec, str] = {"fp32": "float32", "bf16": "bfloat16", "int8": "int8"}
+VARIES = {"at most": "at most", "mean": "mean over the clients"}
 
 
 def as_rows(profile: Profile) -> list[dict[str, Any]]:
@@ -15,6 +19,7 @@ def as_rows(profile: Profile) -> list[dict[str, Any]]:
 
 def _row(profile: Profile, tier: TierProfile) -> dict[str, Any]:
     workload, entry = profile.workload, profile.server.entry
+    counted = workload.wire_dtype
     return {
         "tier": tier.budget.name,
         "method": profile.method,
@@ -35,8 +40,8 @@ def _row(profile: Profile, tier: TierProfile) -> dict[str, Any]:
         "flops_round_forward": tier.flops_round_forward,
         "flops_round_backward": tier.flops_round - tier.flops_round_forward,
         "flops_round": tier.flops_round,
-        "wire_dtype": str(workload.wire_dtype).removeprefix("torch."),
-        "bytes_are": {"no": "exact", "at most": "at most", "mean": "mean over the clients"}[entry.varies],
+        "wire_dtype": WIRE[workload.codec] if counted is None else str(counted).removeprefix("torch."),
+        "bytes_are": {"no": "exact" if counted is None else "as papers count", **VARIES}[entry.varies],
         "upload_bytes": tier.upload.bytes,
         "upload_least_bytes": tier.upload.least_bytes,
         "upload_parts": tier.upload.parts,

@@ -12,6 +12,7 @@ import torch
 from fedguild.client.budget import Budget
 from fedguild.client.schedule import steps_in_round
 from fedguild.config.training import TrainingSettings
+from fedguild.core.codec import Codec
 from fedguild.measuring.costs.flops import Cost, cost
 from fedguild.measuring.costs.memory import Memory, StepForm, memory
 from fedguild.measuring.costs.traffic import Exchange, Exchanges
@@ -33,7 +34,8 @@ class Workload:
         checkpointing: Whether activations are recomputed in the backward pass.
         four_bit: Whether linear layers and experts are in 4 bit.
         single_examples: Slots of single examples in which a client trains with DP-SGD; 0 without DP-SGD.
-        wire_dtype: The dtype as which a floating-point number on the wire is counted.
+        codec: The encoding of large tensors on the wire.
+        wire_dtype: The dtype as which every number on the wire is counted instead; None for the bytes sent.
     """
 
     examples: int
@@ -45,7 +47,8 @@ class Workload:
     checkpointing: bool = False
     four_bit: bool = False
     single_examples: int = 0
-    wire_dtype: torch.dtype = torch.float32
+    codec: Codec = "fp32"
+    wire_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

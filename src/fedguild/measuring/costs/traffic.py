@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.core.accounting import bytes_by_part
+from fedguild.core.accounting import bytes_by_part, size_bytes
+from fedguild.core.codec import Codec, shrunk_shapes
 from fedguild.core.packing import tensor_bytes
 from fedguild.core.payload import Payload
 from fedguild.core.seeding import torch_rng
@@ -32,12 +33,14 @@ class Exchange:
     Attributes:
         upload: From the client to the server, with every tensor that it may omit.
         least_upload: The same without them.
+        held_bytes: The upload as the server holds it, in fp32.
     """
 
     client: ClientInfo
     download: Mapping[str, int]
     upload: Mapping[str, int]
     least_upload: Mapping[str, int]
+    held_bytes: int
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def exchanges(
     participants: int | None = None,
     rounds: int | None = None,
     absences: bool = True,
-    wire_dtype: torch.dtype = torch.float32,
+    codec: Codec = "fp32",
+    wire_dtype: torch.dtype | None = None,
     limit: int = LIMIT,
 ) -> Exchanges:
     """Returns the payloads exchanged in the first rounds, in bytes.
@@ -82,12 +86,14 @@ def exchanges(
         participants: Number of clients, counted from the first, that take part in each round; None for all.
         rounds: Number of rounds; None for as many as it takes to show every form of the method's payloads.
         absences: Whether to count also the exchanges after an absence.
-        wire_dtype: The dtype as which floating-point tensors are counted; the wire itself carries them as they are.
+        codec: The encoding of large tensors on the wire.
+        wire_dtype: The dtype as which every floating-point tensor is counted instead; None for what the wire carries.
         limit: Tensors of up to this many values are real (`fedguild.model.shapes_only`).
 
     Raises:
         ConfigError: the method's settings do not fit the model or the clients.
     """
+    wire = _Wire(codec, wire_dtype)
     asked, period = clients[:participants], method.facts.costs.period
     rounds = rounds or method.facts.costs.rounds + period - 1
     with ShapesOnly(limit):
@@ -96,13 +102,13 @@ def exchanges(
         for number in range(1, rounds):
             states.append(_after(method, states[-1], model, asked, number))
         per_round = [
-            [_exchange(method, state, model, client, number, wire_dtype) for client in asked]
+            [_exchange(method, state, model, client, number, wire) for client in asked]
             for number, state in enumerate(states, 1)
         ]
         missed = []
         if absences and rounds > 1:
             for absent, state in _after_absences(method, states, model, clients, asked):
-                missed += [_exchange(method, state, model, client, rounds, wire_dtype) for client in absent]
+                missed += [_exchange(method, state, model, client, rounds, wire) for client in absent]
     missed.sort(key=lambda exchange: exchange.client.index)
     return Exchanges(per_round, missed, sum(tensor_bytes(tensor) for tensor in states[-1].tensors.values()), period)
 
@@ -148,20 +154,28 @@ def _after(method: Method, state: Payload, model: ModelInfo, clients: Sequence[C
 
 
 def _exchange(
-    method: Method, state: Payload, model: ModelInfo, client: ClientInfo, number: int, wire_dtype: torch.dtype
+    method: Method, state: Payload, model: ModelInfo, client: ClientInfo, number: int, wire: _Wire
 ) -> Exchange:
     download = method.download(state, model, client)
     schema = method.schema(model, client, download, number)
-    received = {name: _sent(tensor, wire_dtype) for name, tensor in download.tensors.items()}
+    upload = schema.example()
     return Exchange(
-        client,
-        bytes_by_part(Payload(received, download.scalars)),
-        bytes_by_part(schema.example(wire_dtype)),
-        bytes_by_part(schema.needed.example(wire_dtype)),
+        client, wire.bytes(download), wire.bytes(upload), wire.bytes(schema.needed.example()), size_bytes(upload)
     )
 
 
-def _sent(tensor: Tensor, wire_dtype: torch.dtype) -> Tensor:
-    """Returns a tensor of the same shape without values; floating-point ones have the wire's dtype."""
-    dtype = wire_dtype if tensor.dtype is torch.float32 else tensor.dtype
-    return without_values(tuple(tensor.shape), dtype)
+@dataclass(frozen=True)
+class _Wire:
+    """How payloads are counted; see `exchanges`."""
+
+    codec: Codec
+    dtype: torch.dtype | None
+
+    def bytes(self, payload: Payload) -> dict[str, int]:
+        sent = Payload({name: self._sent(tensor) for name, tensor in payload.tensors.items()}, payload.scalars)
+        return bytes_by_part(sent if self.dtype else shrunk_shapes(sent, self.codec))
+
+    def _sent(self, tensor: Tensor) -> Tensor:
+        """Returns a tensor of the same shape without values; floating-point ones have the dtype, if one is given."""
+        dtype = self.dtype if self.dtype and tensor.dtype is torch.float32 else tensor.dtype
+        return without_values(tuple(tensor.shape), dtype)

@@ -34,7 +34,7 @@ def profile(
     examples: int | None = None,
     tokens: int | None = None,
     context: int | None = None,
-    wire_dtype: Literal["fp32", "bf16"] = "fp32",
+    wire_dtype: Literal["fp32", "bf16"] | None = None,
     checkpointing: bool | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Costs:
@@ -52,7 +52,8 @@ def profile(
             the config's cap, or 1000.
         tokens: Tokens of a forward pass; by default `training.batch_size` sequences.
         context: Tokens of a sequence; by default `data.max_length`.
-        wire_dtype: Dtype as which numbers on the wire are counted, `fp32` or `bf16`.
+        wire_dtype: Dtype as which all numbers on the wire are counted, `fp32` or `bf16`; by default their bytes are
+            those that `federation.wire_dtype` sends.
         checkpointing: Whether activations are recomputed; by default as the config says.
         tell: Receives a line for every option whose value differs from the config or the default.
 
@@ -70,7 +71,7 @@ def profile(
     """
     from fedguild.runs.api.profiling import WIRE_DTYPES, known_examples, profile_config
 
-    if wire_dtype not in WIRE_DTYPES:
+    if wire_dtype is not None and wire_dtype not in WIRE_DTYPES:
         raise ConfigError(f"The dtype on the wire is '{wire_dtype}'.", f"Known: {', '.join(WIRE_DTYPES)}.")
     more = [f"model.path={model}"] if model else []
     more += [f"federation.clients={clients}"] if clients else []

@@ -36,7 +36,7 @@ def profile_config(
     examples: int | None = None,
     tokens: int | None = None,
     context: int | None = None,
-    wire_dtype: WireDtype = "fp32",
+    wire_dtype: WireDtype | None = None,
     checkpointing: bool | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> Profile:
@@ -47,7 +47,8 @@ def profile_config(
         examples: Training examples of a client; None for 1000; see `known_examples`.
         tokens: Tokens of one forward pass; None for `training.batch_size` sequences.
         context: Length of a sequence; None for `data.max_length`, the maximum.
-        wire_dtype: The dtype as which a number on the wire is counted: the wire carries fp32, papers count bf16.
+        wire_dtype: The dtype as which every number on the wire is counted, as papers do; None for the bytes that
+            `federation.wire_dtype` sends.
         checkpointing: Whether activations are recomputed; None for the config's setting.
         tell: Receives a line for every option whose value differs from the config or the default.
 
@@ -76,7 +77,8 @@ def profile_config(
         checkpointing=config.model.gradient_checkpointing if checkpointing is None else checkpointing,
         four_bit=config.model.load_in_4bit,
         single_examples=config.training.batch_size if config.privacy.unit == "example" else 0,
-        wire_dtype=WIRE_DTYPES[wire_dtype],
+        codec=config.federation.wire_dtype,
+        wire_dtype=None if wire_dtype is None else WIRE_DTYPES[wire_dtype],
     )
     clients = [
         ClientInfo(index, budgets[tier.name], work.examples)
