@@ -107,6 +107,17 @@ def test_a_client_that_is_not_asked_every_round_is_shown() -> None:
     assert "pseudo_gradient" in small.absent_download.parts
 
 
+def test_tiers_that_no_round_has_room_for_have_a_first_and_a_later_round_of_their_own() -> None:
+    """One client in a round, of the first tier; the other tier's figures are those of rounds that it takes part in."""
+    everyone = profiled("ub-smoe", rank=2, candidates=3).tiers[1]
+    alone = profiled("ub-smoe", participants=1, rank=2, candidates=3).tiers[1]
+    assert alone.first_download == everyone.first_download
+    assert alone.download == everyone.download
+    assert alone.upload == everyone.upload
+    assert alone.absent_download is not None
+    assert "pseudo_gradient" in alone.absent_download.parts.keys() - alone.download.parts.keys()
+
+
 def test_the_server_of_a_running_mean_holds_one_upload_and_that_of_a_stack_all() -> None:
     mean, stacked = profiled("fedit", rank=3).server, profiled("flexlora", rank=3).server
     assert mean.memory_bytes < 2 * mean.state_bytes + mean.received_bytes

@@ -132,8 +132,8 @@ def tier_profile(
         for each in trained
         if training.objective == "dpo"
     ]
-    later, first = _of(budget, list(chain(*traffic.later))), _of(budget, traffic.rounds[0])
-    absent = _of(budget, traffic.absent)
+    later = _of(budget, list(chain(*traffic.later, *traffic.later_of_others)))
+    first, absent = _of(budget, traffic.first), _of(budget, traffic.absent)
     plan = replace(plan, beside=_largest_beside(trained))
     rows = [
         MemoryRow(name, checkpointing, _memory(model, plan, replace(workload, dtype=dtype), checkpointing, four_bit))
@@ -152,11 +152,11 @@ def tier_profile(
         flops_round_forward=passes * (sum(each.forward_flops(tokens, context) for each in costs) + sum(references)),
         flops_round=passes
         * (sum(each.training_flops(tokens, context, checkpointing=again) for each in costs) + sum(references)),
-        upload=_upload(later or absent),
-        download=_download(later or absent),
+        upload=_upload(later),
+        download=_download(later),
         absent_download=_download(absent) if absent else None,
-        first_upload=_upload(first or later or absent),
-        first_download=_download(first or later or absent),
+        first_upload=_upload(first),
+        first_download=_download(first),
         peak_memory=_memory(model, plan, workload, workload.checkpointing, workload.four_bit),
         memory=rows,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -49,6 +50,8 @@ class Exchanges:
 
     Attributes:
         rounds: For each round, the exchange of every client that takes part, in client order.
+        others: The rounds in which clients of the budgets take part that `rounds` has no client of: for each, their
+            exchanges, one for each such budget.
         absent: The exchanges, in the last of these rounds, of clients that missed the one before; empty if no other
             clients could have taken part in that.
         state_bytes: What the server keeps between two rounds, before the last of these.
@@ -59,11 +62,21 @@ class Exchanges:
     absent: Sequence[Exchange]
     state_bytes: int
     period: int = 1
+    others: Sequence[Sequence[Exchange]] = ()
+
+    @property
+    def first(self) -> Sequence[Exchange]:
+        """The first round, and that of the budgets not asked in it."""
+        return [*self.rounds[0], *chain(*self.others[:1])]
 
     @property
     def later(self) -> Sequence[Sequence[Exchange]]:
         """The last rounds, one for each form that the payloads take from then on."""
         return self.rounds[-self.period :]
+
+    @property
+    def later_of_others(self) -> Sequence[Sequence[Exchange]]:
+        return self.others[-self.period :]
 
 
 def exchanges(
@@ -98,19 +111,47 @@ def exchanges(
     rounds = rounds or method.facts.costs.rounds + period - 1
     with ShapesOnly(limit):
         roster = Roster(list(budgets) or list(_last_of_budgets(clients)), clients)
-        states = [method.start(model, roster, torch_rng(0, "start"))]
-        for number in range(1, rounds):
-            states.append(_after(method, states[-1], model, asked, number))
+        start = method.start(model, roster, torch_rng(0, "start"))
+        states = _states(method, start, model, asked, rounds)
         per_round = [
             [_exchange(method, state, model, client, number, wire) for client in asked]
             for number, state in enumerate(states, 1)
         ]
+        others: list[list[Exchange]] = [[] for _ in states]
+        for others_asked, shown in _other_rounds(clients, asked):
+            for number, state in enumerate(_states(method, start, model, others_asked, rounds), 1):
+                others[number - 1] += [_exchange(method, state, model, client, number, wire) for client in shown]
         missed = []
         if absences and rounds > 1:
             for absent, state in _after_absences(method, states, model, clients, asked):
                 missed += [_exchange(method, state, model, client, rounds, wire) for client in absent]
     missed.sort(key=lambda exchange: exchange.client.index)
-    return Exchanges(per_round, missed, sum(tensor_bytes(tensor) for tensor in states[-1].tensors.values()), period)
+    state_bytes = sum(tensor_bytes(tensor) for tensor in states[-1].tensors.values())
+    return Exchanges(per_round, missed, state_bytes, period, others)
+
+
+def _states(
+    method: Method, start: Payload, model: ModelInfo, asked: Sequence[ClientInfo], rounds: int
+) -> list[Payload]:
+    """Returns the states before each of the rounds, in which the same clients take part."""
+    states = [start]
+    for number in range(1, rounds):
+        states.append(_after(method, states[-1], model, asked, number))
+    return states
+
+
+def _other_rounds(
+    clients: Sequence[ClientInfo], asked: Sequence[ClientInfo]
+) -> Iterator[tuple[Sequence[ClientInfo], Sequence[ClientInfo]]]:
+    """Yields as many other clients as are asked in a round, with those of them whose budgets are not among the asked.
+
+    Each such budget has one client; clients that are asked anyway complete the number.
+    """
+    known = {client.budget for client in asked}
+    left = [client for budget, client in _last_of_budgets(clients).items() if budget not in known]
+    for start in range(0, len(left), len(asked)):
+        shown = left[start : start + len(asked)]
+        yield sorted([*shown, *asked[len(shown) :]], key=lambda client: client.index), shown
 
 
 def _after_absences(
