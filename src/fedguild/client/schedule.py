@@ -15,8 +15,17 @@ from fedguild.data.batches import epoch_order
 def steps_in_round(examples: int, settings: TrainingSettings) -> int:
     if settings.steps is not None:
         return settings.steps
-    per_epoch = math.ceil(math.ceil(examples / settings.batch_size) / settings.gradient_accumulation_steps)
-    return max(1, round((settings.epochs or 0) * per_epoch))
+    return max(1, round((settings.epochs or 0) * _steps_per_epoch(examples, settings)))
+
+
+def examples_in_round(examples: int, settings: TrainingSettings) -> int:
+    """Returns how many examples a round trains on, each counted as often as it is drawn."""
+    epochs, more = divmod(steps_in_round(examples, settings), _steps_per_epoch(examples, settings))
+    return epochs * examples + more * settings.batch_size * settings.gradient_accumulation_steps
+
+
+def _steps_per_epoch(examples: int, settings: TrainingSettings) -> int:
+    return math.ceil(math.ceil(examples / settings.batch_size) / settings.gradient_accumulation_steps)
 
 
 def plan_steps(examples: int, settings: TrainingSettings, rng: np.random.Generator) -> list[list[list[int]]]:

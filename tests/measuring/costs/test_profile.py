@@ -28,15 +28,28 @@ def profiled(name: str = "flame", work: Workload = WORK, participants: int = 3, 
 
 
 def test_a_round_is_its_steps_and_a_step_its_passes() -> None:
-    """Ten examples by twos are 5 passes, by pairs 3 steps, twice over: 6 steps of 2 passes."""
+    """Ten examples by twos are 5 passes, by pairs 3 steps, twice over: 6 steps, the last of an epoch of one pass."""
     large, small = profiled(rank=2).tiers
     assert (large.steps, large.clients, small.clients) == (6, 1, 2)
     counted = cost(tiny_backbone().info, large.plan)
     assert large.flops_forward == counted.forward_flops(16, 8)
     assert large.flops_training_step == 2 * counted.training_flops(16, 8)
-    assert large.flops_round == 6 * large.flops_training_step
-    assert large.flops_round_forward == 12 * large.flops_forward
+    assert large.flops_round == 5 * large.flops_training_step
+    assert large.flops_round_forward == 10 * large.flops_forward
     assert small.flops_round < large.flops_round
+
+
+def test_steps_short_of_an_epoch_are_of_full_batches() -> None:
+    tier = profiled(
+        rank=2, work=replace(WORK, training=TRAINING.model_copy(update={"epochs": None, "steps": 2}))
+    ).tiers[0]
+    assert tier.flops_round == 2 * tier.flops_training_step
+
+
+def test_a_partial_batch_counts_the_examples_that_it_has() -> None:
+    """Three examples by twos are a full and a half pass, twice over."""
+    tier = profiled(rank=2, work=replace(WORK, examples=3)).tiers[0]
+    assert (tier.steps, tier.flops_round_forward) == (2, 3 * tier.flops_forward)
 
 
 def test_dpo_adds_a_forward_pass_of_the_backbone() -> None:
@@ -44,7 +57,8 @@ def test_dpo_adds_a_forward_pass_of_the_backbone() -> None:
     sft, pairs = profiled(rank=2).tiers[0], profiled(rank=2, work=dpo).tiers[0]
     reference = cost(tiny_backbone().info, AdapterPlan((), 4)).forward_flops(16, 8)
     assert pairs.flops_training_step - sft.flops_training_step == 2 * reference
-    assert pairs.flops_round - sft.flops_round == 12 * reference == pairs.flops_round_forward - sft.flops_round_forward
+    once = 5 * reference  # of each pair, in two epochs
+    assert pairs.flops_round - sft.flops_round == once == pairs.flops_round_forward - sft.flops_round_forward
     assert dpo.training.rows == 2 * TRAINING.rows == 4
 
 

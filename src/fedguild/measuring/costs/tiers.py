@@ -10,7 +10,7 @@ from statistics import fmean
 import torch
 
 from fedguild.client.budget import Budget
-from fedguild.client.schedule import steps_in_round
+from fedguild.client.schedule import examples_in_round, steps_in_round
 from fedguild.config.training import TrainingSettings
 from fedguild.core.codec import Codec
 from fedguild.measuring.costs.flops import Cost, cost
@@ -84,9 +84,10 @@ class TierProfile:
         cost: Parameter counts, from which the FLOPs follow.
         steps: Optimizer steps in a round.
         flops_forward: FLOPs of one forward pass.
-        flops_training_step: FLOPs of one optimizer step, forward and backward, all its passes, with the reference's of
-            dpo.
-        flops_round: FLOPs of a round's training, forward and backward; `flops_round_forward` is the forward part.
+        flops_training_step: FLOPs of one optimizer step of full batches, forward and backward, all its passes, with the
+            reference's of dpo.
+        flops_round: FLOPs of a round's training, forward and backward, with the examples of partial batches alone, and
+            the reference of dpo once for each pair; `flops_round_forward` is the forward part.
         upload: Upload in a later round, as are the downloads.
         download: Download of a client that took part in the round before.
         absent_download: Download of one that did not; None if all clients take part in every round.
@@ -125,7 +126,9 @@ def tier_profile(
     counted, training = cost(model, plan), workload.training
     tokens, context, again = workload.tokens, workload.context_tokens, workload.checkpointing
     steps = steps_in_round(workload.examples, training)
-    passes = steps * training.gradient_accumulation_steps
+    drawn = examples_in_round(workload.examples, training)
+    passes = drawn / training.batch_size
+    pairs = min(drawn, workload.examples) / training.batch_size  # the reference scores each once in a round
     costs = [cost(model, each) for each in trained]
     references = [
         cost(model, AdapterPlan((), each.active_experts)).forward_flops(tokens, context)
@@ -149,9 +152,13 @@ def tier_profile(
         flops_forward=counted.forward_flops(tokens, context),
         flops_training_step=training.gradient_accumulation_steps
         * (counted.training_flops(tokens, context, checkpointing=again) + sum(references[:1])),
-        flops_round_forward=passes * (sum(each.forward_flops(tokens, context) for each in costs) + sum(references)),
-        flops_round=passes
-        * (sum(each.training_flops(tokens, context, checkpointing=again) for each in costs) + sum(references)),
+        flops_round_forward=round(
+            passes * sum(each.forward_flops(tokens, context) for each in costs) + pairs * sum(references)
+        ),
+        flops_round=round(
+            passes * sum(each.training_flops(tokens, context, checkpointing=again) for each in costs)
+            + pairs * sum(references)
+        ),
         upload=_upload(later),
         download=_download(later),
         absent_download=_download(absent) if absent else None,
