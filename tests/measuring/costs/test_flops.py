@@ -6,10 +6,13 @@ import pytest
 
 from fedguild.core.errors import ConfigError
 from fedguild.measuring.costs.flops import cost
+from fedguild.methods.fedptuning.encoded_prompt import EncodedPrompt
 from fedguild.model.adapters.full_experts import FullExperts
 from fedguild.model.adapters.full_router import FullRouter
 from fedguild.model.adapters.lora import Lora
 from fedguild.model.adapters.output_scale import OutputScale
+from fedguild.model.adapters.part import AdapterPart
+from fedguild.model.adapters.soft_prompt import SoftPrompt
 from fedguild.model.info import LinearInfo, ModelInfo, MoeInfo
 from fedguild.model.plan import AdapterPlan
 
@@ -104,6 +107,15 @@ def test_a_dense_model_counts_without_experts():
     counted = cost(dense, AdapterPlan((Lora(2, 1.0, ("attention",)),)))
     assert counted.active_parameters == counted.parameters == 10**9
     assert counted.active_trainable == counted.trainable == LAYERS * 4 * 2 * 2 * HIDDEN
+
+
+@pytest.mark.parametrize("prompt", [SoftPrompt(20), EncodedPrompt(20, 32, HIDDEN)])
+def test_a_soft_prompt_is_tokens_in_front_of_every_row(prompt: AdapterPart) -> None:
+    """Four rows of 64 tokens are four of 84; the prompt encoder does not run at every token."""
+    plain, found = cost(OLMOE, AdapterPlan(())), cost(OLMOE, AdapterPlan((prompt,)))
+    assert found.forward_flops(4 * 64, 64) == plain.forward_flops(4 * 84, 84)
+    assert found.training_flops(4 * 64, 64, checkpointing=True) == plain.training_flops(4 * 84, 84, checkpointing=True)
+    assert found.trainable == found.active_trainable >= 20 * HIDDEN
 
 
 def test_more_active_experts_than_there_are_is_an_error():

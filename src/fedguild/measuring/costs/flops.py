@@ -9,6 +9,9 @@ That holds for matrices: LoRA's factors, and the changes D of experts and router
 computed in addition to the frozen W x. A part's scalars and vectors are counted as if they were matrices, which adds
 little. Experts of a family without a description count as far as its config says how many of them a token uses, else
 all of them.
+
+A soft prompt's positions count as tokens in front of every sequence. Its own values, and the encoder that computes them
+once a pass, are multiplied with no token.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ class Cost:
         attention_width: Σ over layers of heads times head width.
         frozen: Parameters of the adapter that are not trained, such as a shared A of LoRA.
         active_frozen: Of those, what a token uses.
+        prefix_tokens: Positions that a soft prompt puts in front of every sequence.
+        prefix_trainable: Of the active trainable parameters, those of the soft prompt and its encoder.
     """
 
     parameters: int
@@ -46,6 +51,8 @@ class Cost:
     attention_width: int
     frozen: int = 0
     active_frozen: int = 0
+    prefix_tokens: int = 0
+    prefix_trainable: int = 0
 
     def table_flops(self, tokens: int, *, adapters: bool = True) -> int:
         """Returns the forward FLOPs as FLAME's tables count them: two per active parameter and token.
@@ -59,12 +66,12 @@ class Cost:
         """Returns the FLOPs of a forward pass.
 
         Args:
-            tokens: Tokens in the pass, over all its sequences.
+            tokens: Tokens in the pass, over all its sequences, without a soft prompt's; so is the length.
             context_tokens: Length of one sequence. Scores and values of the whole square are counted, masked or not
                 (PaLM, appendix B).
         """
-        per_token = 2 * (self.product_parameters + self.active_trainable + self.active_frozen)
-        return tokens * (per_token + self._attention_flops(context_tokens))
+        per_token = 2 * (self.product_parameters + self._multiplied_trainable + self.active_frozen)
+        return self._with_prefix(tokens, context_tokens) * (per_token + self._attention_flops(context_tokens))
 
     def training_flops(self, tokens: int, context_tokens: int, *, checkpointing: bool = False) -> int:
         """Returns the FLOPs of a training step: forward and backward, without the optimizer.
@@ -75,16 +82,25 @@ class Cost:
         twice for W, three times for D.
 
         Args:
-            tokens: Tokens in the step, over all its sequences.
+            tokens: Tokens in the step, over all its sequences, without a soft prompt's; so is the length.
             context_tokens: Length of one sequence.
             checkpointing: Whether the forward pass is run again in the backward pass.
         """
-        frozen, trained = 2 * (self.product_parameters + self.active_frozen), 2 * self.active_trainable
-        step = tokens * (2 * frozen + 3 * (trained + self._attention_flops(context_tokens)))
+        frozen, trained = 2 * (self.product_parameters + self.active_frozen), 2 * self._multiplied_trainable
+        step = self._with_prefix(tokens, context_tokens) * (
+            2 * frozen + 3 * (trained + self._attention_flops(context_tokens))
+        )
         return step + (self.forward_flops(tokens, context_tokens) if checkpointing else 0)
 
     def _attention_flops(self, context_tokens: int) -> int:
-        return 4 * context_tokens * self.attention_width
+        return 4 * (context_tokens + self.prefix_tokens) * self.attention_width
+
+    @property
+    def _multiplied_trainable(self) -> int:
+        return self.active_trainable - self.prefix_trainable
+
+    def _with_prefix(self, tokens: int, context_tokens: int) -> int:
+        return tokens + round(tokens * self.prefix_tokens / context_tokens)
 
 
 def cost(model: ModelInfo, plan: AdapterPlan) -> Cost:
@@ -100,6 +116,7 @@ def cost(model: ModelInfo, plan: AdapterPlan) -> Cost:
     again = sum(part.frozen_product_parameters(model) for part in plan.parts)
     trainable, active_trainable = _adapter_parameters(model, plan, trainable_shapes(model, plan))
     whole, active_whole = _adapter_parameters(model, plan, adapter_shapes(model, plan))
+    prefixes = [part for part in plan.parts if part.prefix_tokens]
     return Cost(
         parameters=model.parameters,
         active_parameters=model.parameters - idle_parameters + again,
@@ -109,6 +126,8 @@ def cost(model: ModelInfo, plan: AdapterPlan) -> Cost:
         attention_width=_attention_width(model),
         frozen=whole - trainable,
         active_frozen=active_whole - active_trainable,
+        prefix_tokens=sum(part.prefix_tokens for part in prefixes),
+        prefix_trainable=sum(math.prod(shape) for part in prefixes for shape in part.shapes(model).values()),
     )
 
 

@@ -44,6 +44,10 @@ class EncodedPrompt(AdapterPart):
     width: int
     hidden: int
 
+    @property
+    def prefix_tokens(self) -> int:
+        return self.tokens
+
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the embedding and of the MLP's weights and biases.
 

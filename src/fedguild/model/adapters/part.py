@@ -108,6 +108,11 @@ class AdapterPart:
         """The key that the parts of one cohort share."""
         return type(self)
 
+    @property
+    def prefix_tokens(self) -> int:
+        """The positions that the part puts in front of every row; no token is multiplied with its tensors if any."""
+        return 0
+
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
         """Returns name -> shape of the tensors that a client loads, without the slot axis; by default nothing.
 

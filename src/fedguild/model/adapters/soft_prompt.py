@@ -45,6 +45,10 @@ class SoftPrompt(AdapterPart):
     tokens: int
     text: str = ""
 
+    @property
+    def prefix_tokens(self) -> int:
+        return self.tokens
+
     def shapes(self, model: ModelInfo) -> dict[str, tuple[int, ...]]:
         """Returns `soft_prompt` -> (n, d); if it is not loaded, it keeps the text's embeddings from `attach`.
 
