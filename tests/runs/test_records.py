@@ -160,9 +160,11 @@ def test_costs_follow_from_what_each_client_did(personal: Path, scored: list[Rec
         assert sum(record.upload_parts.values()) == record.upload_bytes
 
 
-def test_costs_have_the_passes_beside_the_training(olmoe_folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_costs_have_the_passes_beside_the_training(olmoe_folder: Path, tmp_path: Path, checkpointing: bool) -> None:
     """FedAlign-MoE measures its routing in one more pass over a client's examples, few as they are here."""
-    config = small_config(olmoe_folder, "federation.rounds=1", "method={name: fedalign-moe, rank: 3}")
+    overrides = ("federation.rounds=1", f"model.gradient_checkpointing={str(checkpointing).lower()}")
+    config = small_config(olmoe_folder, *overrides, "method={name: fedalign-moe, rank: 3}")
     records = of_kind(run(config, tmp_path)[1], ClientRecord)
     done = restore(tmp_path)[0]
     encoded = done.encoded
@@ -170,7 +172,8 @@ def test_costs_have_the_passes_beside_the_training(olmoe_folder: Path, tmp_path:
         costs = cost(done.backbone.info, done.method.plan(done.backbone.info, done.clients[record.client].budget))
         context = max(1, round(record.tokens / (2 * config.training.batch_size)))
         read = sum(len(example.input_ids) for example in encoded[record.client])
-        expected = costs.training_flops(record.tokens, context) + costs.forward_flops(read, context)
+        trained = costs.training_flops(record.tokens, context, checkpointing=checkpointing)
+        expected = trained + costs.forward_flops(read, context)
         assert record.training_flops == expected
 
 

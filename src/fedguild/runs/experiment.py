@@ -428,7 +428,9 @@ class _Rounds:
     def _records_of(self, outcome: Outcome) -> list[Record]:
         """Returns the records of a round's clients, privacy, bytes and method."""
         experiment, number, model = self.experiment, outcome.round, self.setup.model
-        records: list[Record] = [*client_records(outcome, model, self.privacy.rules if self.privacy else None)]
+        rules = self.privacy.rules if self.privacy else None
+        again = experiment.config.model.gradient_checkpointing
+        records: list[Record] = [*client_records(outcome, model, rules, checkpointing=again)]
         if self.privacy is not None:
             spent = self.privacy.accounts.record(number, experiment.clients)
             records.append(spent)

@@ -32,10 +32,15 @@ DEVIATION = "deviation"
 Where = tuple[Scope, int, Literal["test", "validation"]]
 
 
-def client_records(outcome: Outcome, model: ModelInfo, rules: PrivacyRules | None = None) -> list[ClientRecord]:
+def client_records(
+    outcome: Outcome, model: ModelInfo, rules: PrivacyRules | None = None, *, checkpointing: bool = False
+) -> list[ClientRecord]:
     """Returns a record for each client that trained in the round, without what it withholds.
 
     All of a client's tokens are priced in sequences of the mean length of those that it trained on.
+
+    Args:
+        checkpointing: Whether activations are recomputed in the backward pass.
     """
     records = []
     for delivery in outcome.deliveries:
@@ -44,7 +49,8 @@ def client_records(outcome: Outcome, model: ModelInfo, rules: PrivacyRules | Non
         rows = report.examples * (2 if report.reference_tokens else 1)
         sequence, told = max(1, round(report.tokens / max(1, rows))), not report.withheld
         costs = cost(model, plan)
-        flops = costs.training_flops(report.tokens, sequence) + costs.forward_flops(report.forward_tokens, sequence)
+        flops = costs.training_flops(report.tokens, sequence, checkpointing=checkpointing)
+        flops += costs.forward_flops(report.forward_tokens, sequence)
         flops += cost(model, AdapterPlan((), plan.active_experts)).forward_flops(report.reference_tokens, sequence)
         steps = report.steps if told or rules is None else _public_steps(rules, delivery)
         records.append(

@@ -92,8 +92,8 @@ class ClientRecord(_Row):
         tokens: Tokens of the batches, padding excluded.
         train_loss: Mean loss over the steps, nats per response token; of dpo, per preference pair.
         upload_parts: Bytes of the upload's tensors by part, for example `adapter`.
-        training_flops: Floating-point operations of the local update: its training, dpo's reference, and the forward
-            passes that the method makes beside its training.
+        training_flops: Floating-point operations of the local update: its training, with what gradient checkpointing
+            computes again, dpo's reference, and the forward passes that the method makes beside its training.
         peak_memory_bytes: Peak memory of the client's cohort: allocated on a GPU, resident in the process on a CPU.
         seconds: Wall time of the local update of the client's cohort times the client's share of its tokens.
     """
