@@ -95,7 +95,8 @@ def memory(
     """Returns an estimate of the peak memory of a training step.
 
     Logits are counted for every token up to a chunk of them (`fedguild.model.chunked_loss`), an upper bound: the loss
-    needs them at response tokens only. An encoder-decoder model has no chunks.
+    needs them at response tokens only. An encoder-decoder model has no chunks. The matrices of eager attention, heads x
+    tokens x length of a sequence in every layer, are left out.
 
     Args:
         plan: The adapter plan of each client.
