@@ -81,6 +81,9 @@ class Cost:
         gradient, the weight gradient), as does attention. So an expert trained in full costs five times its forward:
         twice for W, three times for D.
 
+        The output head counts at every token, as plain transformers computes it. That is an upper bound, since the loss
+        needs it at response tokens only.
+
         Args:
             tokens: Tokens in the step, over all its sequences, without a soft prompt's; so is the length.
             context_tokens: Length of one sequence.
