@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from fedguild.client.schedule import learning_rate, plan_steps
+from fedguild.client.schedule import examples_in_round, learning_rate, plan_steps
 from fedguild.config import load_config
 from fedguild.config.training import TrainingSettings
 from fedguild.core.errors import DataError
@@ -39,6 +39,7 @@ def sizes(examples: int, **settings) -> list[list[int]]:
 )
 def test_steps_and_batches(examples, settings, expected):
     assert sizes(examples, **settings) == expected
+    assert examples_in_round(examples, TrainingSettings(**settings)) == sum(map(sum, expected))
 
 
 def test_every_epoch_sees_every_example_once_in_another_order():
