@@ -56,8 +56,9 @@ def _fake_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def team(*trainings: Any, start: Any = None) -> engine_module._Team:
-    """Returns an actor whose processes answer each training alike."""
-    return engine_module._Team([SimpleNamespace(training=one) for one in trainings], [Reference(start)])
+    """Returns an actor whose processes answer each training alike, the last of them its start by `start`."""
+    starts = [*(Reference(None) for _ in trainings[1:]), Reference(start)]
+    return engine_module._Team([SimpleNamespace(training=one) for one in trainings], starts)
 
 
 class Scheduler(engine_module._Scheduler):
@@ -110,6 +111,7 @@ def test_an_actor_one_of_whose_processes_tells_the_death_of_another_first_is_rep
 def test_an_actor_that_finds_no_room_leaves_its_cohorts_to_the_others() -> None:
     assert Scheduler(3, [team(RayActorError()), team(DONE)]).results() == [[], [], []]
     assert Scheduler(3, [team(NEVER, start=NEVER), team(DONE)]).results() == [[], [], []]
+    assert Scheduler(3, [team(NEVER, NEVER, start=NEVER), team(DONE, DONE)]).results() == [[], [], []]
 
 
 def test_without_any_actor_the_round_ends_in_time() -> None:
@@ -120,6 +122,8 @@ def test_without_any_actor_the_round_ends_in_time() -> None:
 
 
 def test_an_actor_that_dies_whenever_it_starts_is_not_replaced_without_end() -> None:
+    sharded = [team(DONE, DONE, start=RayActorError()), team(DONE, DONE)]
+    assert Scheduler(3, [team(DONE, RayActorError())], sharded).results() == [[], [], []]
     spare = [team(DONE, start=RayActorError()) for _ in range(2)]
     assert Scheduler(1, [team(RayActorError())], [*spare, team(DONE)]).results() == [[]]
     with pytest.raises(FedGuildError, match="An actor of the ray engine did not start"):

@@ -127,7 +127,8 @@ def given_parts(
 
 
 def _rows(part: Any) -> list[dict[str, Any]]:
-    is_frame, is_typed = hasattr(part, "iloc"), hasattr(part, "features")
+    is_frame = hasattr(part, "iloc")
+    is_typed = not is_frame and hasattr(part, "features")
     rows = part.astype(object).where(part.notna(), None).to_dict("records") if is_frame else part
     if isinstance(rows, str) or not isinstance(rows, Iterable):
         raise DataError(

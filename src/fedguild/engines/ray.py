@@ -427,7 +427,7 @@ class _Scheduler:
         self.downloads: dict[Any, Any] = {}
         for seat in range(len(teams)):
             self._await_start(seat)
-            self._collect(timeout_seconds=0.0)  # so that the first cohorts go to the actors in their order
+            self._collect(timeout_seconds=0.0)  # so that the first cohorts go to actors of one process in their order
 
     def result(self, position: int) -> list[Trained] | str:
         """Waits for a cohort; returns its clients' results, or why there are none. The result is not kept.

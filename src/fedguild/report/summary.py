@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from fedguild.core.score_names import MEAN, MTAL, TRAINED
 from fedguild.measuring.log.folder import BudgetFacts
 from fedguild.measuring.scores.statistics import FEWEST_SEEDS, Spread, interval
@@ -104,6 +106,8 @@ def _lead(table: ComparisonTable, leader: str, column: str) -> str:
     if difference.count < FEWEST_SEEDS:
         return f"{text}, from {difference.count} seeds, too few to decide"
     low, high = interval(difference)
+    if math.isnan(low):
+        return f"{text} over {difference.count} seeds, of which one is infinite"
     others = sum(row.label != table.reference for row in table.rows)
     chosen = f", not corrected for the choice of the best of {others}" if others > 1 else ""
     verdict = "includes 0, so these seeds do not tell them apart" if low <= 0 <= high else f"excludes 0{chosen}"

@@ -64,14 +64,16 @@ def score_spread(spread: Spread | None) -> str:
     """Returns `0.612 ± 0.013`, a mean over seeds with its sample deviation; the mean alone for one seed."""
     if spread is None:
         return MISSING
-    return score(spread.mean) if spread.count < 2 else f"{score(spread.mean)} ± {spread.std:.3f}"
+    return (
+        score(spread.mean) if spread.count < 2 or math.isnan(spread.std) else f"{score(spread.mean)} ± {spread.std:.3f}"
+    )
 
 
 def difference(spread: Spread | None) -> str:
-    """Returns `+0.013 [−0.002, +0.028]`, a mean difference with its 95 % interval; the mean alone for one seed."""
+    """Returns `+0.013 [−0.002, +0.028]`, a mean difference with its 95 % interval; the mean alone if there is none."""
     if spread is None:
         return MISSING
-    if spread.count < 2:
+    if spread.count < 2 or math.isnan(spread.std):
         return signed(spread.mean)
     low, high = interval(spread)
     return f"{signed(spread.mean)} [{signed(low)}, {signed(high)}]"

@@ -127,6 +127,8 @@ def tier_profile(
     tokens, context, again = workload.tokens, workload.context_tokens, workload.checkpointing
     steps = steps_in_round(workload.examples, training)
     drawn = examples_in_round(workload.examples, training)
+    if workload.single_examples:  # Poisson batches, whose expected size is that of a full one
+        drawn = steps * training.batch_size * training.gradient_accumulation_steps
     passes = drawn / training.batch_size
     pairs = min(drawn, workload.examples) / training.batch_size  # the reference scores each once in a round
     costs = [cost(model, each) for each in trained]

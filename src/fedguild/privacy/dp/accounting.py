@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -107,25 +108,36 @@ def noise_for(target: float, delta: float, released: Callable[[float], Release])
     Raises:
         ConfigError: the library is not installed, or no noise within its range reaches the target.
     """
-    library = require_library()
-    kind = _kind((released(1.0),))
-    try:
-        interval = _bracket(target, delta, released)
-        return float(
-            library.calibrate_dp_mechanism(
-                lambda: _accountant(kind, interval.endpoint_1),
-                lambda noise: event_of(released(noise)),
-                target,
-                delta,
-                interval,
-                tol=SOLVED_TO,
-            )
-        )
-    except ValueError as error:
+    require_library()
+    found = []
+    for each in (released, lambda noise: _of_all(released(noise))):  # either bound holds, as in `epsilon`
+        with suppress(ValueError):
+            found.append(_solved(target, delta, each))
+    if not found:
         raise ConfigError(
             f"No noise multiplier from {SMALLEST_NOISE:g} to {LARGEST_NOISE:g} gives an epsilon of {target:g}.",
             "Set privacy.noise_multiplier instead, or another privacy.target_epsilon.",
-        ) from error
+        )
+    return min(found)
+
+
+def _solved(target: float, delta: float, released: Callable[[float], Release]) -> float:
+    """Returns the smallest noise multiplier by one bound.
+
+    Raises:
+        ValueError: there is none.
+    """
+    interval, kind = _bracket(target, delta, released), _kind((released(1.0),))
+    return float(
+        require_library().calibrate_dp_mechanism(
+            lambda: _accountant(kind, interval.endpoint_1),
+            lambda noise: event_of(released(noise)),
+            target,
+            delta,
+            interval,
+            tol=SOLVED_TO,
+        )
+    )
 
 
 def _bracket(target: float, delta: float, released: Callable[[float], Release]) -> Any:
@@ -135,28 +147,35 @@ def _bracket(target: float, delta: float, released: Callable[[float], Release]) 
         ValueError: there is none.
     """
     noise = 1.0
-    above = epsilon([released(noise)], delta) > target
+    above = _bound((released(noise),), delta) > target
     while SMALLEST_NOISE <= noise <= LARGEST_NOISE:
         following = noise * 2 if above else noise / 2
-        if (epsilon([released(following)], delta) > target) != above:
+        if (_bound((released(following),), delta) > target) != above:
             interval = require_library().ExplicitBracketInterval
             return interval(*sorted((noise, following)))
         noise = following
     raise ValueError("out of range")
 
 
-@lru_cache(maxsize=4096)
+def _of_all(release: Release) -> Release:
+    """Returns the release if all units enter it, which costs no less than a sample of them."""
+    return replace(release, drawn=None, drawn_from=None)
+
+
 def _epsilon(releases: tuple[Release, ...], delta: float) -> float:
+    """Returns the smaller of two bounds: that of the samples, and that of all units in their place."""
+    return min(_bound(releases, delta), _bound(tuple(map(_of_all, releases)), delta))
+
+
+@lru_cache(maxsize=4096)
+def _bound(releases: tuple[Release, ...], delta: float) -> float:
     noise, kind = min(release.noise_multiplier for release in releases), _kind(releases)
     if kind == "pld" and all(release.probability == 1.0 for release in releases):
         noise = min(release.noise_multiplier / math.sqrt(release.times) for release in releases)  # as of one release
     accountant = _accountant(kind, noise)
     for release in releases:
         accountant.compose(event_of(release))
-    found = float(accountant.get_epsilon(delta))
-    if kind == "rdp":  # a sample costs no more than all, which its bound may exceed
-        found = min(found, _epsilon(tuple(replace(one, drawn=None, drawn_from=None) for one in releases), delta))
-    return found
+    return float(accountant.get_epsilon(delta))
 
 
 def _kind(releases: Iterable[Release]) -> str:

@@ -14,7 +14,9 @@ from fedguild.config.table import ONLY_COLUMN
 from fedguild.config.trust import trust
 from fedguild.core.errors import ConfigError
 from fedguild.core.files import write_json, write_text
-from fedguild.core.layout import CHECKPOINTS, CONFIG, STOPPED
+from fedguild.core.layout import CHECKPOINTS, CONFIG, METHOD, STOPPED
+from fedguild.core.locking import run_lock
+from fedguild.measuring.log.folder import read_mapping
 from fedguild.measuring.log.index import PLAN_FILE, REPORT_FILE
 from fedguild.runs.api.inputs import Inputs
 from fedguild.runs.results import has_begun
@@ -81,12 +83,17 @@ class Cell:
         return "finished" if ended and (self.folder / REPORT_FILE).is_file() else "partial"
 
     def rewrite_config(self) -> list[str]:
-        """Writes this config into the folder of a run that has begun; returns the settings that differed."""
-        path = self.folder / CONFIG
-        changed = self.config_to_run.changes_since(load_saved(path))
+        """Writes this config into the folder of a run that has begun; returns the settings that differed.
+
+        Raises:
+            CheckpointError: another process is working on the run.
+        """
+        path, config = self.folder / CONFIG, self.config_to_run
+        changed = config.changes_since(load_saved(path))
         if changed:
-            trust(path, self.config_to_run.code)
-            write_text(path, self.config_to_run.resolved_yaml())
+            with run_lock(self.folder):
+                trust(path, config.code)
+                write_text(path, config.resolved_yaml(read_mapping(self.folder / METHOD).get("options", {})))
         return changed
 
 
