@@ -110,7 +110,10 @@ def noise_for(target: float, delta: float, released: Callable[[float], Release])
     """
     require_library()
     found = []
-    for each in (released, lambda noise: _of_all(released(noise))):  # either bound holds, as in `epsilon`
+    bounds = [released]
+    if released(1.0).drawn is not None:  # either bound holds, as in `epsilon`
+        bounds.append(lambda noise: _of_all(released(noise)))
+    for each in bounds:
         with suppress(ValueError):
             found.append(_solved(target, delta, each))
     if not found:
