@@ -19,7 +19,7 @@ from fedguild.core.errors import ConfigError
 from fedguild.federation import checks
 from fedguild.federation.project import write_project
 from fedguild.federation.site import ServerSettings, load_server, load_site
-from tests.federation.flower.federation_processes import free_ports
+from tests.ports import free_ports
 from tests.runs.runs import says
 
 pytest.importorskip("cryptography")
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="needs o
 @pytest.fixture(scope="module")
 def federation(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("federation") / "federation"
-    port, node_port = free_ports(2)
+    port, _control_port, node_port = free_ports(3)
     write_project(folder, 2, "fedit/tiny-tasks", address=f"127.0.0.1:{port}", shared_data=True)
     site = folder / "client-000" / "site.yaml"
     site.write_text(site.read_text().replace("port: 9094", f"port: {node_port}"))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,30 +18,16 @@ from fedguild.model.ranks import Direction, Event, Ranks
 from fedguild.runs import experiment
 from tests.backbones import tiny_model
 from tests.model.ranks import FAMILIES, SHORT_SECONDS, federation, scenarios
+from tests.ports import free_ports
 from tests.runs.runs import assert_same, ended, save_model
 
 SIZE = 2
 
 
-def free_ports(count: int) -> int:
-    """Returns the first of several consecutive ports of 127.0.0.1 that nobody listens on."""
-    while True:
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            start: int = first.getsockname()[1]
-        try:
-            for port in range(start, start + count):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except OSError:
-            continue
-        return start
-
-
 @pytest.fixture(scope="module")
 def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, list[subprocess.Popen[str]]]]:
     """Two ranks, which compute while the test process does; and their folder."""
-    folder, port = tmp_path_factory.mktemp("ranks"), free_ports(5)
+    folder, port = tmp_path_factory.mktemp("ranks"), free_ports(5)[0]
     save_model(folder / "model")
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, "-m", "tests.model.ranks"]
@@ -133,7 +118,7 @@ def test_a_timeout_names_the_rank_that_hangs(found, place):
 
 def test_a_rank_that_is_never_met_is_an_error():
     with pytest.raises(FedGuildError, match=r"Rank 1 did not meet the 1 others at 127.0.0.1:\d+ within 0.5 s"):
-        Ranks.join(1, 2, torch.device("cpu"), "127.0.0.1", free_ports(1), 0.5)
+        Ranks.join(1, 2, torch.device("cpu"), "127.0.0.1", free_ports(1)[0], 0.5)
 
 
 def test_torchruns_variables(monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from fedguild.federation.processes import Child
 from fedguild.federation.project import write_project
 from fedguild.federation.site import SiteSettings, load_site
 from fedguild.federation.trainer_service import TrainerService
+from tests.ports import free_ports
 
 FAST = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
 START_SECONDS = 120.0
@@ -222,11 +222,3 @@ def wait_for(condition: Callable[[], bool], command: Command | None = None, seco
         assert time.monotonic() < deadline, f"not within {seconds:g} s\n{output}"
         assert command is None or command.process.poll() is None, output
         time.sleep(0.05)
-
-
-def free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
-    return ports

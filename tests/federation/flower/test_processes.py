@@ -24,13 +24,13 @@ from tests.engines.equality import newest_memory, site_memory
 from tests.federation.flower.federation_processes import (
     Command,
     FederationProcesses,
-    free_ports,
     running_cheaply,
     wait_for,
 )
 from tests.federation.flower.foreign_app import ForeignApp, control, error_codes_of_clients, post
 from tests.federation.flower.foreign_app import ended as ended_run
 from tests.federation.flower.loopback_federation import QUICK, small_config
+from tests.ports import free_ports
 from tests.runs.runs import assert_same, ended
 
 pytestmark = pytest.mark.timeout(900)

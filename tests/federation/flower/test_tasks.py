@@ -26,7 +26,7 @@ from fedguild.federation.flower import tasks
 from fedguild.federation.flower.adapter import make_client_app, to_records
 from fedguild.federation.flower.message import Message
 from fedguild.federation.flower.tasks import AGENT_APP, CLIENT_APP, Task, TaskSource, answer
-from tests.federation.flower.federation_processes import free_ports
+from tests.ports import free_ports
 
 RUN, NODE, SERIES = 7, 11, 3
 BUNDLE = b"the bundle"
