@@ -107,9 +107,28 @@ def test_memory_counts_the_slots_that_a_client_holds_beside_its_own() -> None:
 
 def test_memory_counts_the_single_examples_of_dp_sgd() -> None:
     plain, private = (
-        profiled(rank=2, work=replace(WORK, single_examples=examples)).tiers[0].peak_memory for examples in (0, 2)
+        profiled(rank=2, work=replace(WORK, sample_rate=rate)).tiers[0].peak_memory for rate in (None, 0.5)
     )
     assert private.gradients_bytes == 3 * plain.gradients_bytes
+
+
+def test_dp_sgd_counts_the_examples_that_it_is_expected_to_draw() -> None:
+    """Each of 6 steps draws half of ten examples: 5 are two and a half passes by twos."""
+    tier = profiled(rank=2, work=replace(WORK, sample_rate=0.5)).tiers[0]
+    once = cost(tiny_backbone().info, tier.plan).training_flops(16, 8)
+    assert (tier.steps, tier.flops_training_step, tier.flops_round) == (6, 2.5 * once, 6 * 2.5 * once)
+    assert tier.flops_round_forward == 6 * 2.5 * tier.flops_forward
+
+
+def test_the_reference_of_dpo_scores_the_pairs_that_dp_sgd_draws_at_least_once() -> None:
+    """One of two steps at 0.5 draws 3/4 of ten pairs."""
+    training = TRAINING.model_copy(update={"epochs": None, "steps": 2})
+    sft, pairs = (
+        profiled(rank=2, work=replace(WORK, training=each, sample_rate=0.5)).tiers[0]
+        for each in (training, training.model_copy(update={"objective": "dpo"}))
+    )
+    reference = cost(tiny_backbone().info, AdapterPlan((), 4)).forward_flops(16, 8)
+    assert pairs.flops_round - sft.flops_round == 0.75 * 5 * reference
 
 
 def test_a_client_that_is_not_asked_every_round_is_shown() -> None:

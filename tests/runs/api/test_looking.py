@@ -27,6 +27,20 @@ def test_a_profile_has_a_row_for_each_tier() -> None:
         fedguild.profile(BASE, wire_dtype="fp8")  # type: ignore[arg-type]
 
 
+def test_a_profile_prices_the_sample_rate_of_dp_sgd() -> None:
+    """A batch of 4 of 20 examples is a rate of 0.2, and `privacy.sample_rate` is the rate itself."""
+    settings = ("method=fedit", "method.rank=1", "training.batch_size=4", "training.gradient_accumulation_steps=1")
+    private = (*settings, "privacy.unit=example", "privacy.noise_multiplier=1", "privacy.public=[sizes]")
+    plain, batch, half = (
+        fedguild.profile(BASE, *given, examples=20).frame().flops_round
+        for given in (settings, private, (*private, "privacy.sample_rate=0.5"))
+    )
+    assert list(batch) == list(plain)
+    assert list(half) == [round(2.5 * each) for each in plain]
+    few = fedguild.profile(BASE, *private, examples=1).frame().flops_round
+    assert list(few) == [round(each / 4) for each in plain]
+
+
 def test_a_partition_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shares = fedguild.partition(BASE, "federation.clients=2", dataset=ROWS, partition=[0] * 40 + [1] * 8)

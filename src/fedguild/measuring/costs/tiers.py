@@ -33,7 +33,7 @@ class Workload:
         any_dtype: Whether the dtype depends on the machine: fp32 on a CPU, bf16 on a GPU.
         checkpointing: Whether activations are recomputed in the backward pass.
         four_bit: Whether linear layers and experts are in 4 bit.
-        single_examples: Slots of single examples in which a client trains with DP-SGD; 0 without DP-SGD.
+        sample_rate: With DP-SGD, the probability with which an example enters a step; None without DP-SGD.
         codec: The encoding of large tensors on the wire.
         wire_dtype: The dtype as which every number on the wire is counted instead; None for the bytes sent.
     """
@@ -46,7 +46,7 @@ class Workload:
     any_dtype: bool = False
     checkpointing: bool = False
     four_bit: bool = False
-    single_examples: int = 0
+    sample_rate: float | None = None
     codec: Codec = "fp32"
     wire_dtype: torch.dtype | None = None
 
@@ -84,8 +84,8 @@ class TierProfile:
         cost: Parameter counts, from which the FLOPs follow.
         steps: Optimizer steps in a round.
         flops_forward: FLOPs of one forward pass.
-        flops_training_step: FLOPs of one optimizer step of full batches, forward and backward, all its passes, with the
-            reference's of dpo.
+        flops_training_step: FLOPs of one optimizer step of full batches, or of as many examples as DP-SGD is expected
+            to draw, forward and backward, all its passes, with the reference's of dpo.
         flops_round: FLOPs of a round's training, forward and backward, with the examples of partial batches alone, and
             the reference of dpo once for each pair; `flops_round_forward` is the forward part.
         upload: Upload in a later round, as are the downloads.
@@ -126,11 +126,7 @@ def tier_profile(
     counted, training = cost(model, plan), workload.training
     tokens, context, again = workload.tokens, workload.context_tokens, workload.checkpointing
     steps = steps_in_round(workload.examples, training)
-    drawn = examples_in_round(workload.examples, training)
-    if workload.single_examples:  # Poisson batches, whose expected size is that of a full one
-        drawn = steps * training.batch_size * training.gradient_accumulation_steps
-    passes = drawn / training.batch_size
-    pairs = min(drawn, workload.examples) / training.batch_size  # the reference scores each once in a round
+    step_passes, passes, pairs = (count / training.batch_size for count in _examples(workload, steps))
     costs = [cost(model, each) for each in trained]
     references = [
         cost(model, AdapterPlan((), each.active_experts)).forward_flops(tokens, context)
@@ -152,8 +148,9 @@ def tier_profile(
         cost=counted,
         steps=steps,
         flops_forward=counted.forward_flops(tokens, context),
-        flops_training_step=training.gradient_accumulation_steps
-        * (counted.training_flops(tokens, context, checkpointing=again) + sum(references[:1])),
+        flops_training_step=round(
+            step_passes * (counted.training_flops(tokens, context, checkpointing=again) + sum(references[:1]))
+        ),
         flops_round_forward=round(
             passes * sum(each.forward_flops(tokens, context) for each in costs) + pairs * sum(references)
         ),
@@ -169,6 +166,18 @@ def tier_profile(
         peak_memory=_memory(model, plan, workload, workload.checkpointing, workload.four_bit),
         memory=rows,
     )
+
+
+def _examples(workload: Workload, steps: int) -> tuple[float, float, float]:
+    """Returns the examples of a step, those of a round, and the different ones among these; expected ones with DP-SGD.
+
+    The reference of dpo scores the different ones.
+    """
+    examples, training, rate = workload.examples, workload.training, workload.sample_rate
+    if rate is None:
+        drawn = examples_in_round(examples, training)
+        return training.batch_size * training.gradient_accumulation_steps, drawn, min(drawn, examples)
+    return rate * examples, steps * rate * examples, (1 - (1 - rate) ** steps) * examples
 
 
 def _largest_beside(trained: Sequence[AdapterPlan]) -> AdapterPlan | None:
@@ -187,7 +196,10 @@ def _memory(model: ModelInfo, plan: AdapterPlan, workload: Workload, checkpointi
         checkpointing=checkpointing,
         four_bit=four_bit,
         beside=plan.beside,
-        form=StepForm(workload.training.gradient_accumulation_steps, examples=workload.single_examples),
+        form=StepForm(
+            workload.training.gradient_accumulation_steps,
+            examples=0 if workload.sample_rate is None else workload.training.batch_size,
+        ),
     )
 
 

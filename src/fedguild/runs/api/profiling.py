@@ -20,6 +20,7 @@ from fedguild.measuring.costs.tiers import Workload
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import DTYPES, describe_config
 from fedguild.model.info import ModelInfo
+from fedguild.runs.guarantee import rules_of
 from fedguild.runs.setup import budgets_of, check_fit, fitted, prepare_data, tell_fitted
 from fedguild.server.method import Method, secure_form
 from fedguild.server.secure_round import whole_form
@@ -67,8 +68,9 @@ def profile_config(
     if tell is not None:
         tell_fitted(given, method, tell)
     context_tokens = context or config.data.max_length
+    count, rules = examples or EXAMPLES, rules_of(config)
     work = Workload(
-        examples=examples or EXAMPLES,
+        examples=count,
         tokens=tokens or config.training.rows * context_tokens,
         context_tokens=context_tokens,
         training=config.training,
@@ -76,7 +78,7 @@ def profile_config(
         any_dtype=config.model.dtype == "auto",
         checkpointing=config.model.gradient_checkpointing if checkpointing is None else checkpointing,
         four_bit=config.model.load_in_4bit,
-        single_examples=config.training.batch_size if config.privacy.unit == "example" else 0,
+        sample_rate=rules.probability(count) if rules is not None and rules.per_example else None,
         codec=config.federation.wire_dtype,
         wire_dtype=None if wire_dtype is None else WIRE_DTYPES[wire_dtype],
     )
