@@ -181,11 +181,16 @@ class Trainer:
         packs = self.backbone.packs and all(part.packs for part in largest.parts)
         rows *= self.settings.batch_size
         tokens = most_tokens(lengths, rows, packs=packs)
-        form = self._step_form(most_tokens(lengths, rows, packs=False), tokens)
+        form = self._step_form(most_tokens(lengths, rows, packs=False), tokens, most_tokens(lengths, 1, packs=False))
         return auto_cohort_size(self.backbone, largest, tokens, len(plans), free, self.settings, beside, form)
 
-    def _step_form(self, padded: int, tokens: int) -> StepForm:
-        """Returns how clients take their steps, from the tokens of a pass with all padding and as it is computed."""
+    def _step_form(self, padded: int, tokens: int, longest: int) -> StepForm:
+        """Returns how clients take their steps.
+
+        Args:
+            padded: Tokens of a pass with all padding; `tokens` are those as it is computed.
+            longest: Tokens of the longest row.
+        """
         settings, device = self.settings, self.backbone.device
         by_kernel = settings.optimizer != "sgd" and kernels.runs("optimizer", device)
         pads = tokens < padded and pads_attention(self.backbone.model.config, device, self.backbone.dtype)
@@ -194,6 +199,7 @@ class Trainer:
             by_torch=not by_kernel,
             examples=settings.batch_size if self.private is not None else 0,
             padded_tokens=padded if pads else 0,
+            row_tokens=longest,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,7 +23,7 @@ from fedguild.model.families import FAMILIES
 from fedguild.model.four_bit import four_bit_options, prepare_for_cpu, quantise_experts
 from fedguild.model.frozen_linear import speed_up_frozen_linears
 from fedguild.model.heap import keep_freed_pages
-from fedguild.model.info import ModelInfo
+from fedguild.model.info import LinearInfo, ModelInfo
 from fedguild.model.kernels.fused import fuse
 from fedguild.model.known import find_known, known_models
 from fedguild.model.linears import adaptable_linears
@@ -398,6 +398,7 @@ def describe(model: Any, name: str, layers: list[MoeLayer]) -> ModelInfo:
     head = model.get_output_embeddings()
     undescribed = () if layers else undescribed_moe(model)
     routed = {layer.info.router for layer in layers}.union(*(block.linears for block in undescribed))
+    linears = adaptable_linears(model, routed)
     return ModelInfo(
         name=name,
         family=str(model.config.model_type),
@@ -405,29 +406,40 @@ def describe(model: Any, name: str, layers: list[MoeLayer]) -> ModelInfo:
         layers=int(config.num_hidden_layers) + int(config.num_decoder_layers if seq2seq else 0),
         vocabulary=int(head.weight.shape[0]),
         parameters=model.num_parameters(),
-        linears=adaptable_linears(model, routed),
+        linears=linears,
         moe=tuple(layer.info for layer in layers),
         seq2seq=seq2seq,
         masked_span=masked_span(model),
         undescribed=undescribed,
         described_families=tuple(FAMILIES) if undescribed else (),
+        eager_heads=_eager_heads(model, linears),
     )
 
 
-def describe_config(path: str, *, revision: str | None = None, trust_remote_code: bool = False) -> ModelInfo:
+def _eager_heads(model: Any, linears: Sequence[LinearInfo]) -> int:
+    if model.config._attn_implementation != "eager":
+        return 0
+    attentions = {linear.name.rpartition(".")[0] for linear in linears if linear.group == "attention"}
+    return len(attentions) * int(getattr(model.config.get_text_config(), "num_attention_heads", 0))
+
+
+def describe_config(
+    path: str, *, revision: str | None = None, trust_remote_code: bool = False, attention: str = "sdpa"
+) -> ModelInfo:
     """Returns a model's description from its config alone, without weights.
 
     Args:
         path: `embedded`, `english`, a folder, a `config.json`, a known model's hub id or short name (which needs no
             download), or any other hub id.
         revision: Branch, tag or commit on the hub, which is then asked for known models too.
+        attention: As of `load_backbone`.
 
     Raises:
         ModelError: there is no such config, or its experts are not supported.
     """
     known = find_known(path) if revision is None and not Path(path).exists() else None
     if known is not None:
-        return _described_known(known.name)
+        return _described_known(known.name, attention)
     if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
         raise ModelError(f"Cannot read the config of '{path}': the folder has no config.json.", "Give a model's own.")
     try:
@@ -440,11 +452,11 @@ def describe_config(path: str, *, revision: str | None = None, trust_remote_code
             "Give a hub id, a folder with config.json, that file itself, 'embedded', 'english', or offline one of: "
             f"{', '.join(model.name for model in known_models())}.",
         ) from error
-    return _described(config, path, trust_remote_code)
+    return _described(config, path, trust_remote_code, attention)
 
 
 @cache
-def _described_known(name: str) -> ModelInfo:
+def _described_known(name: str, attention: str) -> ModelInfo:
     known = find_known(name)
     assert known is not None
     if (architecture := known.config["model_type"]) not in CONFIG_MAPPING:
@@ -452,7 +464,7 @@ def _described_known(name: str) -> ModelInfo:
             f"transformers {transformers.__version__} has no architecture '{architecture}', of {known.hub_id}.",
             "Update transformers.",
         )
-    return _described(AutoConfig.for_model(**known.config), known.hub_id)
+    return _described(AutoConfig.for_model(**known.config), known.hub_id, attention=attention)
 
 
 def is_at_hand(path: str, revision: str | None = None) -> bool:
@@ -469,8 +481,11 @@ def describe_architecture(config: Mapping[str, Any], name: str) -> ModelInfo:
     return _described(AutoConfig.for_model(**config), name)
 
 
-def _described(config: PreTrainedConfig, name: str, trust_remote_code: bool = False) -> ModelInfo:
-    model = _without_weights(config, trust_remote_code)
+def _described(
+    config: PreTrainedConfig, name: str, trust_remote_code: bool = False, attention: str = "sdpa"
+) -> ModelInfo:
+    kernel = attention_kernel(attention, encoder_decoder=config.is_encoder_decoder)
+    model = _without_weights(config, trust_remote_code, attn_implementation=kernel)
     family = _family_of(model.config)
     if family:
         with torch.device("meta"):

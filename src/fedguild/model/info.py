@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from fedguild.core.errors import ConfigError, ModelError
@@ -129,6 +129,8 @@ class ModelInfo:
             None if any.
         undescribed: The mixtures of experts of a family without a description, in place of `moe`; with them
             `described_families`, for messages: those that have one.
+        eager_heads: Heads of all layers whose attention computes its scores as whole matrices; 0 if it runs in fused
+            kernels. No part of the model's identity: it follows from the attention's implementation.
     """
 
     name: str
@@ -143,6 +145,7 @@ class ModelInfo:
     masked_span: int | None = None
     undescribed: tuple[UndescribedMoe, ...] = ()
     described_families: tuple[str, ...] = ()
+    eager_heads: int = field(default=0, compare=False, repr=False)
 
     @property
     def active_by_config(self) -> set[int]:

@@ -69,6 +69,11 @@ class AdapterPlan:
         return max((getattr(part, "rank", 0) for part in self.parts), default=0)
 
     @property
+    def prefix_tokens(self) -> int:
+        """The positions that its parts put in front of every row."""
+        return sum(part.prefix_tokens for part in self.parts)
+
+    @property
     def cohort_key(self) -> object:
         """The key that all plans of one cohort share."""
         return tuple(part.cohort_key for part in self.parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def _by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "runs", lambda *_: False)
 
 
-def backbone_of(dtype: torch.dtype, **changes: int) -> Backbone:
+def backbone_of(dtype: torch.dtype, **changes: Any) -> Backbone:
     return tiny_backbone(
         "olmoe",
         dtype=dtype,
@@ -46,8 +47,7 @@ def backbone_of(dtype: torch.dtype, **changes: int) -> Backbone:
         intermediate_size=64,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=512,
-        **changes,
+        **{"max_position_embeddings": 512, **changes},
     )
 
 
@@ -111,4 +111,15 @@ def test_dp_sgd_holds_what_is_estimated(monkeypatch):
     settings = TrainingSettings(batch_size=4, epochs=1, max_grad_norm=None)
     backbone = backbone_of(torch.float32)
     estimate, peak = estimated_and_measured(backbone, FULL, [[24] * 4] * 2, settings, monkeypatch, private=True)
+    assert 0.75 < peak / estimate.cohort_bytes < 1.1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_eager_attention_holds_what_is_estimated(dtype, checkpointing, monkeypatch):
+    settings = TrainingSettings(batch_size=2, epochs=1, max_grad_norm=None)
+    backbone = backbone_of(
+        dtype, attn_implementation="eager", num_hidden_layers=4, gradient_checkpointing=checkpointing
+    )
+    estimate, peak = estimated_and_measured(backbone, LORA, [[512] * 2], settings, monkeypatch)
     assert 0.75 < peak / estimate.cohort_bytes < 1.1

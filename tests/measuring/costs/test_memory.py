@@ -2,11 +2,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from fedguild.measuring.costs.flops import cost
-from fedguild.measuring.costs.memory import NF4_BYTES, memory, weight_bytes
+from fedguild.measuring.costs.memory import NF4_BYTES, StepForm, memory, weight_bytes
 from fedguild.model.adapters.full_experts import FullExperts
+from fedguild.model.adapters.soft_prompt import SoftPrompt
 from fedguild.model.backbone import describe_config
 from fedguild.model.plan import AdapterPlan
 from tests.measuring.costs.test_flops import EXPERTS, FLAME, HIDDEN, LAYERS, OLMOE, WIDTH
@@ -73,3 +75,39 @@ def test_nf4_packs_linears_and_experts_and_unpacks_one_layer_at_a_time() -> None
     assert NF4_BYTES == 0.5625
     assert packed == 0.5625 * (linears + experts) + 2 * (rest + experts // 16)
     assert weight_bytes(model, torch.bfloat16) == 2 * model.parameters
+
+
+def test_a_soft_prompt_lengthens_every_row():
+    """Four rows of 20 with 100 virtual tokens are 480, of which 80 have logits."""
+    rows = StepForm(row_tokens=20)
+    plain, long, prompted = (
+        memory(OLMOE, AdapterPlan(parts), tokens, dtype=torch.bfloat16, form=form).activations_bytes
+        for parts, tokens, form in (((), 80, rows), ((), 480, rows), ((SoftPrompt(100),), 80, rows))
+    )
+    assert prompted - plain == long - plain - 400 * 2 * 4 * OLMOE.vocabulary
+
+
+def test_eager_attention_keeps_probabilities_of_every_pair_of_tokens():
+    """6 bytes in bf16, for every head of all layers, or with checkpointing of one."""
+    rows = StepForm(row_tokens=512)
+    heads = 16
+    for checkpointing, layers in ((False, LAYERS), (True, 1)):
+        fused, eager = (
+            memory(model, FLAME, 1024, dtype=torch.bfloat16, checkpointing=checkpointing, form=rows).activations_bytes
+            for model in (OLMOE, replace(OLMOE, eager_heads=LAYERS * heads))
+        )
+        assert eager - fused == 1024 * 512 * heads * layers * 6
+
+
+@pytest.mark.parametrize(
+    ("path", "attention", "heads"),
+    [
+        ("olmoe-1b-7b", "sdpa", 0),
+        ("olmoe-1b-7b", "eager", 16 * 16),
+        ("gpt-oss-20b", "sdpa", 24 * 64),
+        ("switch-base-16", "sdpa", (12 + 2 * 12) * 12),
+    ],
+)
+def test_eager_attention_is_counted_where_a_model_is_loaded_with_it(path, attention, heads):
+    """gpt-oss has no fused attention; a decoder's layers attend twice."""
+    assert describe_config(path, attention=attention).eager_heads == heads

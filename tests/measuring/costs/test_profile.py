@@ -100,7 +100,7 @@ def test_memory_counts_the_slots_that_a_client_holds_beside_its_own() -> None:
     model = tiny_backbone().info
     small = profiled("trivial", targets=["attention"]).tiers[1]
     own, largest = (build_method("trivial", {"targets": ["attention"]}).plan(model, each) for each in (SMALL, LARGE))
-    form = StepForm(TRAINING.gradient_accumulation_steps)
+    form = StepForm(TRAINING.gradient_accumulation_steps, row_tokens=8)
     assert small.peak_memory == memory(model, own, 16, dtype=torch.bfloat16, beside=largest, form=form)
     assert small.peak_memory.adapters_bytes > memory(model, own, 16, dtype=torch.bfloat16, form=form).adapters_bytes
 

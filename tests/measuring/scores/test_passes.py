@@ -220,6 +220,14 @@ def test_olmoe_takes_a_tenth_of_the_decode_steps_on_an_h200():
     assert 0.9 < half * evaluation_bytes(model, plan, dtype=torch.bfloat16) / 2**30 <= 1
 
 
+def test_eager_attention_takes_a_row_of_scores_for_every_head_of_a_layer():
+    model, plan = describe_config("gpt-oss-20b"), AdapterPlan(())
+    one, thousand = (evaluation_bytes(model, plan, dtype=torch.bfloat16, row_tokens=row) for row in (0, 1000))
+    assert thousand - one == 1000 * (1 + 2 + 64 * (2 + 4 + 4))
+    tokens = evaluation_batch_tokens(model, plan, dtype=torch.bfloat16, free=2**50, row_tokens=2**20)
+    assert tokens == (2**31 - 1) // (64 * 2**20)
+
+
 def test_an_answer_ends_where_its_turn_ends() -> None:
     """The turn's end may be another token than the end of a text, and what follows it is no answer."""
     tokenizer = tokenizer_of("gemma")

@@ -41,6 +41,11 @@ def test_a_profile_prices_the_sample_rate_of_dp_sgd() -> None:
     assert list(few) == [round(each / 4) for each in plain]
 
 
+def test_a_profile_counts_the_memory_of_the_attention_that_the_config_names() -> None:
+    fused, eager = (fedguild.profile(BASE, f"model.attention={kind}").profile.tiers[0] for kind in ("sdpa", "eager"))
+    assert eager.peak_memory.activations_bytes > fused.peak_memory.activations_bytes
+
+
 def test_a_partition_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shares = fedguild.partition(BASE, "federation.clients=2", dataset=ROWS, partition=[0] * 40 + [1] * 8)

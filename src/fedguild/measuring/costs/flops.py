@@ -129,7 +129,7 @@ def cost(model: ModelInfo, plan: AdapterPlan) -> Cost:
         attention_width=_attention_width(model),
         frozen=whole - trainable,
         active_frozen=active_whole - active_trainable,
-        prefix_tokens=sum(part.prefix_tokens for part in prefixes),
+        prefix_tokens=plan.prefix_tokens,
         prefix_trainable=sum(math.prod(shape) for part in prefixes for shape in part.shapes(model).values()),
     )
 

@@ -18,6 +18,8 @@ TRAINABLE_BYTES = 4  # adapters, their gradients and moments are fp32
 EXACT_BYTES = 8  # sums of clipped gradients are fp64
 STEP_COPIES = 4  # a clipped gradient, a new moment and what both are computed from
 QUERIES = ("q_proj", "q_b_proj", "q")  # the layers that give queries to the attention
+SCORE_BYTES = 4  # eager attention's softmax is fp32
+SCORE_COPIES = 2  # its probabilities and its scores, or their gradients
 LOGIT_COPIES = 2  # fp32 logits and their gradient
 NF4_BYTES = 0.5 + 4 / 64  # four bits a weight, and an fp32 scale for each block of 64 (no double quantisation)
 
@@ -67,12 +69,14 @@ class StepForm:
             (`fedguild.client.private_training`); 0 without DP-SGD.
         padded_tokens: Tokens of a client's rows where only attention pads packed rows (`fedguild.model.packed_rows`); 0
             elsewhere.
+        row_tokens: Tokens of a client's longest row; None if all tokens of its pass are one row.
     """
 
     accumulation: int = 1
     by_torch: bool = False
     examples: int = 0
     padded_tokens: int = 0
+    row_tokens: int | None = None
 
 
 PLAIN = StepForm()
@@ -95,12 +99,14 @@ def memory(
     """Returns an estimate of the peak memory of a training step.
 
     Logits are counted for every token up to a chunk of them (`fedguild.model.chunked_loss`), an upper bound: the loss
-    needs them at response tokens only. An encoder-decoder model has no chunks. The matrices of eager attention, heads x
-    tokens x length of a sequence in every layer, are left out.
+    needs them at response tokens only. An encoder-decoder model has no chunks. Eager attention keeps the probabilities
+    of all pairs of tokens of a row, for every head, in fp32 and in the dtype of the products (gpt-oss in the latter
+    alone); those of an encoder-decoder model count as if each side had all tokens, both upper bounds.
 
     Args:
         plan: The adapter plan of each client.
-        tokens: Tokens of each client's share of a forward pass, with the padding that is computed.
+        tokens: Tokens of each client's share of a forward pass, with the padding that is computed and without a soft
+            prompt's.
         dtype: Dtype of the backbone's weights and activations; trainables are fp32.
         moments: Moments that the optimizer keeps: 2 for Adam, 1 for SGD with momentum, 0 for SGD.
         checkpointing: Whether only each layer's input is kept, and the activations inside one layer at a time.
@@ -118,18 +124,29 @@ def memory(
         held, moments = held + gradients + frozen, max(moments, 1)
     casts = dtype.itemsize if dtype.itemsize < TRAINABLE_BYTES else 0
     kept, padded = _kept_activations(model, beside or plan), attention_values(model) if form.padded_tokens else 0
+    scores = model.eager_heads
     if checkpointing:
         layers = max(model.layers, 1)
         kept, padded = model.layers * model.hidden + kept // layers, padded // layers
-    values = kept + _working_activations(model, beside or plan)
+        scores = _scoring_heads(model)
+    row, prefix = form.row_tokens or tokens, (beside or plan).prefix_tokens
+    length, computed = row + prefix, tokens + math.ceil(tokens * prefix / row)
     running = 1 if form.examples else slots  # with DP-SGD, clients run one after the other
     logits = running * tokens
     if model.seq2seq is None:
         logits = min(logits, chunk_rows(model.vocabulary, torch.float32))
     every = slots + form.examples
     optimizer = slots * moments * TRAINABLE_BYTES * gradients
+    token_bytes = (
+        dtype.itemsize * kept
+        + length * scores * (SCORE_BYTES + casts)
+        + max(
+            dtype.itemsize * _working_activations(model, beside or plan),
+            length * _scoring_heads(model) * SCORE_BYTES * SCORE_COPIES,
+        )
+    )
     activations = (
-        running * dtype.itemsize * (tokens * values + form.padded_tokens * padded)
+        running * (computed * token_bytes + dtype.itemsize * form.padded_tokens * padded)
         + logits * TRAINABLE_BYTES * LOGIT_COPIES * model.vocabulary
     )
     of_layer = (form.examples or slots) * _largest_layer(model, trained)
@@ -240,14 +257,15 @@ def evaluation_bytes(model: ModelInfo, plan: AdapterPlan, *, dtype: torch.dtype,
     """Returns an estimate of the bytes that generation holds for each token of a batch.
 
     They are the keys and values of all layers, the activations of one layer, and the token's row of the attention mask,
-    as booleans and as what attention adds to its scores.
+    as booleans and as what attention adds to its scores. Eager attention has such a row of scores for each head of a
+    layer, in the dtype of the products and in fp32, before and after the softmax.
 
     Args:
         plan: The plan of the slot with the most active experts.
         row_tokens: Tokens of the longest row.
     """
-    mask = row_tokens * (1 + dtype.itemsize)
-    return mask + dtype.itemsize * (cached_values(model) + 2 * sum(_layer_widths(model, plan)))
+    rows = 1 + dtype.itemsize + _scoring_heads(model) * (dtype.itemsize + SCORE_COPIES * SCORE_BYTES)
+    return row_tokens * rows + dtype.itemsize * (cached_values(model) + 2 * sum(_layer_widths(model, plan)))
 
 
 def evaluation_batch_tokens(
@@ -257,7 +275,7 @@ def evaluation_batch_tokens(
 
     No tensor of a pass may exceed 2^31 values, which kernels count in 32 bits.
     """
-    widest = max(*_layer_widths(model, plan), row_tokens)
+    widest = max(*_layer_widths(model, plan), row_tokens * max(1, _scoring_heads(model)))
     each = evaluation_bytes(model, plan, dtype=dtype, row_tokens=row_tokens)
     return max(1, min(free // each, (2**31 - 1) // widest))
 
@@ -304,6 +322,11 @@ def _layer_widths(model: ModelInfo, plan: AdapterPlan) -> tuple[int, ...]:
     experts, hidden, inner = (max(column) for column in zip((0, 0, 0), *sizes, strict=True))
     linear = max((linear.outputs for linear in model.linears), default=0)
     return experts * hidden, experts * inner, linear, 2 * model.hidden
+
+
+def _scoring_heads(model: ModelInfo) -> int:
+    """Returns the heads of one layer whose scores are whole matrices."""
+    return model.eager_heads // max(model.layers, 1)
 
 
 def _undescribed_sizes(model: ModelInfo) -> list[tuple[int, int]]:

@@ -199,6 +199,7 @@ def _memory(model: ModelInfo, plan: AdapterPlan, workload: Workload, checkpointi
         form=StepForm(
             workload.training.gradient_accumulation_steps,
             examples=0 if workload.sample_rate is None else workload.training.batch_size,
+            row_tokens=workload.context_tokens,
         ),
     )
 

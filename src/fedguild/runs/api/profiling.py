@@ -58,7 +58,10 @@ def profile_config(
         ModelError: there is no such model, or it lacks experts that the method needs.
     """
     model = describe_config(
-        config.model.path, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        config.model.path,
+        revision=config.model.revision,
+        trust_remote_code=config.model.trust_remote_code,
+        attention=config.model.attention,
     )
     options = {**config.method.options, **METHODS.load(config.method.name).facts.costs.bound}
     given = build_method(config.method.name, options)
