@@ -123,7 +123,7 @@ def test_a_half_finished_cell_goes_on_with_what_does_not_change_results(
 def test_compare_is_not_shared_by_the_processes_of_torchrun(
     invoke: Invoke, experiment: FakeExperiment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1")):
+    for name, value in (("WORLD_SIZE", "2"), ("RANK", "1"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "29500")):
         monkeypatch.setenv(name, value)
     result = invoke("compare", "flame/tiny-tasks", "--seeds", "0", "--output", "grid")
     assert result.exit_code == 2

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-from fedguild.core.errors import FedGuildError
+from fedguild.client.memory import ClientMemory
+from fedguild.config.training import TrainingSettings
+from fedguild.core.errors import ConfigError, FedGuildError
 from fedguild.core.payload import Payload
 
 pytest.importorskip("ray", reason="needs the extra ray")
@@ -137,3 +139,14 @@ def test_an_error_of_one_process_ends_the_wait_for_those_that_wait_for_it() -> N
             Scheduler(cohorts, [team(NEVER, ERROR)]).result(0)
     with pytest.raises(FedGuildError, match="The memory is too small"):
         engine_module._answers([Reference(NEVER), Reference(ERROR)])
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_an_engine_that_cannot_begin_shuts_down_the_ray_that_it_started(started, tmp_path, monkeypatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(engine_module, "connect", lambda *_: started)
+    monkeypatch.setattr(engine_module.ray, "cluster_resources", dict, raising=False)
+    monkeypatch.setattr(engine_module.ray, "shutdown", lambda: calls.append("shutdown"), raising=False)
+    with pytest.raises(ConfigError, match="Ray sees no GPU"):
+        engine_module.RayEngine({"device": "cuda"}, {}, TrainingSettings(steps=1), ClientMemory(tmp_path), seed=0)
+    assert calls == ["shutdown"] * started

@@ -121,15 +121,6 @@ def test_a_rank_that_is_never_met_is_an_error():
         Ranks.join(1, 2, torch.device("cpu"), "127.0.0.1", free_ports(1)[0], 0.5)
 
 
-def test_torchruns_variables(monkeypatch):
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert Ranks.from_environment(torch.device("cpu")) is None
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.delenv("RANK", raising=False)
-    with pytest.raises(ConfigError, match="WORLD_SIZE is 2, but RANK, MASTER_ADDR, MASTER_PORT is not set"):
-        Ranks.from_environment(torch.device("cpu"))
-
-
 def test_what_cannot_be_sharded_is_refused():
     nobody = Ranks(0, 2, torch.device("cpu"), None)
     with pytest.raises(ConfigError, match="4 bit cannot be sharded"):

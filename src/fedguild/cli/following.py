@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from fedguild.core.torchrun import torchrun_place
 
 
 def follows_torchrun(device: str = "auto") -> bool:
@@ -10,8 +10,12 @@ def follows_torchrun(device: str = "auto") -> bool:
 
     Args:
         device: The kind of device to compute on, as `model.device`.
+
+    Raises:
+        ConfigError: as `torchrun_place`.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or os.environ.get("RANK", "0") == "0":
+    place = torchrun_place()
+    if place is None or place.rank == 0:
         return False
     from fedguild.engines.torchrun import follow
 

@@ -120,18 +120,24 @@ class RayEngine:
         self.note = note
         size = self._team_size = gpus_per_actor
         self._timeout_seconds = timeout_seconds
+        self._teams: list[_Team] = []
         self._started_ray = connect(address, (1 if actors == "auto" else actors) * cpus_per_actor * size)
-        device, gpus = place(str(backbone["device"]), ray.cluster_resources().get("GPU", 0.0))
-        self.device = torch.device(device)
-        count = max(1, actors_on(gpus, gpu_fraction) // size) if actors == "auto" else actors
-        require_room(count * size, cpus_per_actor, gpu_fraction if gpus else 0.0)
-        self._actor_resources = {"num_cpus": cpus_per_actor, "num_gpus": gpu_fraction if gpus else 0}
-        packed = ray.put(pack_examples(examples))
-        path = Path(str(backbone["path"]))
-        placed = {**backbone, "device": device, "path": str(path.resolve() if path.exists() else path)}
-        self._actor_arguments = (placed, settings.model_dump(), seed, cpus_per_actor, gpu_fraction, packed)
-        self._teams = [self._new_team() for _ in range(count)]
-        self.describe()
+        try:
+            device, gpus = place(str(backbone["device"]), ray.cluster_resources().get("GPU", 0.0))
+            self.device = torch.device(device)
+            count = max(1, actors_on(gpus, gpu_fraction) // size) if actors == "auto" else actors
+            require_room(count * size, cpus_per_actor, gpu_fraction if gpus else 0.0)
+            self._actor_resources = {"num_cpus": cpus_per_actor, "num_gpus": gpu_fraction if gpus else 0}
+            packed = ray.put(pack_examples(examples))
+            path = Path(str(backbone["path"]))
+            placed = {**backbone, "device": device, "path": str(path.resolve() if path.exists() else path)}
+            self._actor_arguments = (placed, settings.model_dump(), seed, cpus_per_actor, gpu_fraction, packed)
+            for _ in range(count):
+                self._teams.append(self._new_team())
+            self.describe()
+        except BaseException:
+            self.close()
+            raise
 
     @property
     def _actors(self) -> list[Any]:

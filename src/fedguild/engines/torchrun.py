@@ -6,7 +6,6 @@ Rank 0 runs the rounds and has the run's folder. It tells the others what to cal
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +21,7 @@ from fedguild.config.training import TrainingSettings
 from fedguild.core.codec import encode
 from fedguild.core.errors import CheckpointError, FedGuildError
 from fedguild.core.payload import Payload
+from fedguild.core.torchrun import torchrun_place
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import (
     CohortSize,
@@ -45,11 +45,6 @@ from fedguild.server.method import Method
 
 BEGIN, END = "begin", "end"
 """What rank 0 tells the others beside the methods of an actor: to build one, and to stop."""
-
-
-def torchrun_ranks() -> int:
-    """Returns the number of processes that torchrun started; 1 if it started none."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
 
 
 def follow(device: str = "auto") -> None:
@@ -263,11 +258,12 @@ class TorchrunEngine:
 
 def _meet(device: str, timeout_seconds: float) -> Ranks:
     """Meets the other ranks; each uses the GPU of its local rank if there are GPUs."""
+    place = torchrun_place()
+    if place is None:
+        raise FedGuildError("This process was not started by torchrun.")
     kind = pick_device(device)
     if kind.type == "cuda":
-        kind = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        kind = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(kind)
-    ranks = Ranks.from_environment(kind, timeout_seconds)
-    if ranks is None:
-        raise FedGuildError("This process was not started by torchrun.")
-    return ranks
+    # torchrun's own store is on its port; ours takes the next one
+    return Ranks.join(place.rank, place.size, kind, place.address, place.port + 1, timeout_seconds)

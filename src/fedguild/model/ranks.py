@@ -7,7 +7,6 @@ rank that wants something else, or nothing, takes part with an empty pass, which
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from fedguild.core.errors import ConfigError, FedGuildError, first_line
+from fedguild.core.errors import FedGuildError, first_line
 from fedguild.model.rank_watch import RankWatch
 
 TIMEOUT_SECONDS = 1800.0
@@ -127,26 +126,6 @@ class Ranks:
         group._get_backend(self.device)._set_default_timeout(longer)
         self.watch = RankWatch(self.store.clone(), _PASS, self.rank, self.size, self.timeout_seconds)  # type: ignore[attr-defined]
         self.watch.start()
-
-    @classmethod
-    def from_environment(cls, device: torch.device, timeout_seconds: float = TIMEOUT_SECONDS) -> Ranks | None:
-        """Returns this process's place from `torchrun`'s environment variables; None for a single process.
-
-        Raises:
-            ConfigError: `torchrun`'s variables are incomplete.
-            FedGuildError: as `join`.
-        """
-        size = int(os.environ.get("WORLD_SIZE", "1"))
-        if size == 1:
-            return None
-        names = ("RANK", "MASTER_ADDR", "MASTER_PORT")
-        if missing := [name for name in names if name not in os.environ]:
-            raise ConfigError(
-                f"WORLD_SIZE is {size}, but {', '.join(missing)} is not set.", "Start the processes with torchrun."
-            )
-        rank, address, port = (os.environ[name] for name in names)
-        # torchrun's own store is on MASTER_PORT; ours takes the next one
-        return cls.join(int(rank), size, device, address, int(port) + 1, timeout_seconds)
 
     def close(self) -> None:
         if self.watch is not None:

@@ -18,6 +18,7 @@ from fedguild.config.trust import trust
 from fedguild.core.errors import ConfigError, DivergedError, FedGuildError
 from fedguild.core.files import write_text
 from fedguild.core.progress import Progress, Silent
+from fedguild.core.torchrun import torchrun_ranks
 from fedguild.model.heap import give_back_freed_pages
 from fedguild.runs.api.inputs import Inputs
 from fedguild.runs.api.run_grid import Cell, RunGrid
@@ -70,8 +71,6 @@ class Launch:
             raise ConfigError(f"There is no launcher '{self.launcher}' for several runs.", "Known: local, ray.")
         if self.jobs < 1:
             raise ConfigError(f"At least one run goes on at a time, but jobs is {self.jobs}.")
-        from fedguild.engines.torchrun import torchrun_ranks
-
         if torchrun_ranks() > 1:
             raise ConfigError(
                 "torchrun's processes share one run, but several are to be completed.",

@@ -7,7 +7,7 @@ from typing import get_args
 
 from fedguild.config import Config
 from fedguild.core.errors import ConfigError
-from fedguild.engines.torchrun import torchrun_ranks
+from fedguild.core.torchrun import torchrun_ranks
 from fedguild.runs.setup.data import PreparedData, Split
 
 

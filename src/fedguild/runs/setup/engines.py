@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from fedguild.config import Config
 from fedguild.core.errors import ConfigError
+from fedguild.core.torchrun import torchrun_ranks
 from fedguild.engines.cohorts import OnStep
 from fedguild.engines.local import LocalEngine
-from fedguild.engines.torchrun import TorchrunEngine, torchrun_ranks
+from fedguild.engines.torchrun import TorchrunEngine
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.runs.setup.checks import require_start
 from fedguild.runs.setup.experiment import Experiment, Scorer

@@ -9,7 +9,7 @@ from fedguild.config import Config
 from fedguild.config.federation import FederationSettings
 from fedguild.core.errors import ConfigError, FedGuildError
 from fedguild.core.payload import Payload
-from fedguild.engines.torchrun import torchrun_ranks
+from fedguild.core.torchrun import torchrun_ranks
 from fedguild.model.backbone import describe_config, is_at_hand
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, adapter_shapes
