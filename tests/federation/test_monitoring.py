@@ -100,6 +100,24 @@ def test_a_server_shows_its_clients_and_the_run(tmp_path: Path) -> None:
     assert found["fedguild_run_in_progress",] == 1
 
 
+@pytest.mark.parametrize("ending", [None, "ended", "stopped"])
+def test_without_a_run_no_client_is_said_to_be_online(ending: str | None, tmp_path: Path) -> None:
+    """Without an ending, its process was killed; after one, a client comes back for its model."""
+    state = federation(tmp_path) / "state"
+    monitor = Monitor(HERE, [], state, ServerFigures(state), {})
+    try:
+        assert samples(monitor)["fedguild_clients_online",] == 2
+        if ending is not None:
+            ActivityLog(state / "run").append(ending)
+            ActivityLog(state / "run").append("online", clients=["client-001"])
+        (state / "run" / ".lock.json").unlink()
+        found = samples(monitor)
+    finally:
+        monitor.end()
+    assert found["fedguild_run_in_progress",] == 0
+    assert ("fedguild_clients_online",) not in found
+
+
 def test_the_ends_of_certificates_are_told(tmp_path: Path) -> None:
     key, name = Ed25519PrivateKey.generate(), x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "authority")])
     end = datetime(2031, 5, 6, tzinfo=UTC)

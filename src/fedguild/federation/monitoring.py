@@ -155,13 +155,15 @@ class ServerFigures:
             pass
         view, total = self._view, self._view.totals()
         keys = Counter(row.key for row in view.clients.values() if row.key)
-        online = sum(bool(row.online) for row in view.clients.values())
-        yield gauge("run_in_progress", "Whether a run is in progress.", (), {(): view.standing().word == "running"})
+        running = view.standing().word == "running"
+        seen = [row.online for row in view.clients.values() if row.online is not None] if running else []
+        yield gauge("run_in_progress", "Whether a run is in progress.", (), {(): running})
         yield gauge("rounds_planned", "Rounds of the run.", (), {(): view.planned_rounds})
         yield gauge("rounds_complete", "The last complete round.", (), {(): total["round"]})
         yield gauge("round_seconds", "Mean time of the last ten rounds.", (), {(): total["round_seconds"] or 0.0})
         yield gauge("clients", "Clients by the state of their key.", ("key",), keys)
-        yield gauge("clients_online", "Clients that were connected when a round last looked.", (), {(): online})
+        online = {(): sum(seen)} if seen else {}  # no sample while nothing looks, rather than an old one
+        yield gauge("clients_online", "Clients that were connected when the run last looked.", (), online)
         for name, key, meaning in (
             ("upload_bytes", "upload_bytes", "Bytes of the uploads of complete rounds."),
             ("download_bytes", "download_bytes", "Bytes of the downloads of complete rounds."),

@@ -149,6 +149,9 @@ def test_a_federation_shows_keys_contacts_and_who_is_gone(tmp_path: Path) -> Non
     assert (gone["state"], gone["note"], gone["online"]) == ("gone", "it is not connected", False)
     ActivityLog(folder / "state/run").append("online", clients=["client-000", "client-002"])
     assert parts_of(seen)["clients"]["0"]["state"] == "idle"
+    ActivityLog(folder / "state/run").append("ended")
+    ActivityLog(folder / "state/run").append("online", clients=["client-002"])  # the run delivers the models
+    assert not any("online" in client for client in parts_of(seen)["clients"].values())
     assert "The key of client-003 was revoked." in [row["text"] for row in parts_of(seen)["log"].values()]
 
 

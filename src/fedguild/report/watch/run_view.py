@@ -352,7 +352,7 @@ class RunView(FollowedRun):
                     row.state, row.note = "idle", ""
             elif row.online and row.state != "gone":
                 row.state, row.note, row.since = "gone", NOT_CONNECTED, at
-            row.online = client in online
+            row.online = client in online if self._ending is None else None  # it looks no more after the delivery
 
     def _on_sent(self, event: Mapping[str, Any], at: float) -> None:
         client = client_index(event["client"])
