@@ -209,7 +209,20 @@ def test_audit_checks_the_chain_and_shows_the_log(guild: Path) -> None:
         "joined",
         "revoked",
     ]
+    noted = log.read()[0]["seal"]
+    assert f"The log's seal is {log.seal}: note it" in output
+    assert noted not in output
+    assert call("audit", str(guild / "server"), "--seal", noted)[0] == 0
     (file,) = path.glob("audit*")
+    before = file.read_text()
+    for rewritten in ([{"client": 2}, {"client": 1}], []):
+        file.unlink()
+        log.extend("joined", rewritten)
+        assert call("audit", str(guild / "server"))[0] == 0, "the chain alone does not tell"
+        status, output = call("audit", str(guild / "server"), "--seal", noted)
+        assert status == 2
+        assert f"has no entry with the seal {noted}" in output
+    file.write_text(before)
     file.write_text(file.read_text().replace('"node":7', '"node":8').replace('"node": 7', '"node": 8'))
     assert call("audit", str(guild / "server"))[0] == 2
     file.unlink()

@@ -82,10 +82,11 @@ def guild(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Guild:
 
 def test_a_run_registers_the_keys_and_returns_its_outcome(guild: Guild) -> None:
     assert guild.run() == {"status": "done", "rounds": 1}
-    assert guild.said == ["client-000 is registered.", "client-001 is registered.", "Round 1 of 1."]
+    seal = f"The audit log's seal is {AuditLog(guild.state).seal}: note it on another machine."
+    assert guild.said == ["client-000 is registered.", "client-001 is registered.", "Round 1 of 1.", seal]
     guild.said.clear()
     guild.run()
-    assert guild.said == ["Round 1 of 1."]
+    assert guild.said == ["Round 1 of 1.", seal]
 
 
 def test_a_run_that_failed_says_why(guild: Guild) -> None:
@@ -314,7 +315,7 @@ def test_a_run_whose_output_breaks_off_is_waited_for(guild: Guild, monkeypatch: 
     monkeypatch.setattr(operations, "holder", holder)
     monkeypatch.setattr(operations, "OUTCOME_SECONDS", 5)
     assert guild.run() == {"status": "done", "rounds": 1}
-    assert [line for line in guild.said if "the run goes on" in line] == [guild.said[-1]]
+    assert [line for line in guild.said if "the run goes on" in line] == [guild.said[-2]]
 
 
 def test_ctrl_c_asks_the_run_to_stop_and_a_second_one_does_not_wait(guild: Guild) -> None:

@@ -13,7 +13,8 @@ from fedguild.cli.example_command import ExampleCommand
 from fedguild.cli.options import JsonOption, OverridesArgument
 from fedguild.cli.output import note, show, show_json
 from fedguild.cli.watch import WatchOption, watching
-from fedguild.core.errors import INTERRUPTED, ConfigError
+from fedguild.core.chained import SEAL
+from fedguild.core.errors import INTERRUPTED, CheckpointError, ConfigError
 from fedguild.core.layout import client_name
 
 app = typer.Typer(
@@ -156,21 +157,38 @@ def revoke(
 
 @app.command(
     cls=ExampleCommand,
-    epilog=_examples("fedguild federation audit union/server", "fedguild federation audit union/server --json"),
+    epilog=_examples(
+        "fedguild federation audit union/server",
+        "fedguild federation audit union/server --json",
+        "fedguild federation audit union/server --seal 9f86d081884c7d65",
+    ),
 )
-def audit(folder: ServerFolder, as_json: JsonOption = False) -> None:
+def audit(
+    folder: ServerFolder,
+    seal: Annotated[
+        str | None, typer.Option("--seal", help="A seal that you noted earlier; it is an error if the log lacks it.")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
     """Check the audit log's chain and show it: who joined, what was asked, accepted, rejected, revoked, delivered."""
     from fedguild.federation.audit import AuditLog
     from fedguild.federation.site import load_server
 
-    entries = AuditLog(folder / load_server(folder).state).read()
+    log = AuditLog(folder / load_server(folder).state)
+    entries = log.read()
+    if seal is not None and not any(entry[SEAL] == seal for entry in entries):
+        raise CheckpointError(
+            f"{log.path} has no entry with the seal {seal}.",
+            "If that was noted from this log, entries up to it were rewritten, or removed from the end.",
+        )
     if as_json:
         show_json(entries)
         return
     for entry in entries:
-        values = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in ("time", "event"))
+        values = ", ".join(f"{key} {value}" for key, value in entry.items() if key not in ("time", "event", SEAL))
         typer.echo(f"{entry['time']}  {entry['event']}: {values}")
     note(f"{len(entries)} entries; none was changed, moved or removed before the last.")
+    note(f"The log's seal is {log.seal}: note it on another machine, and give it back with --seal later.")
 
 
 @app.command(

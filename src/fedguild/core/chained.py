@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from pathlib import Path
 from typing import IO
 
 SEAL = "seal"
@@ -61,6 +62,14 @@ def content_of(line: bytes) -> bytes:
 
 def _seal(content: bytes, before: str) -> str:
     return hashlib.sha256(before.encode() + content).hexdigest()[:_DIGITS]
+
+
+def seal_of(path: Path) -> str:
+    """Returns the seal of a file's last complete line, which stands for the whole file; `START` without one."""
+    if not path.exists():
+        return START
+    with open(path, "rb", buffering=0) as stream:
+        return last_seal(stream)[1]
 
 
 def last_seal(stream: IO[bytes]) -> tuple[int, str]:

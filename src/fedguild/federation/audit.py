@@ -2,7 +2,8 @@
 
 Append-only JSON lines, hash-chained (`fedguild.core.chained`): `fedguild federation audit` finds a line that was
 changed, removed or moved. The chain shows that the log was edited, not by whom. Anyone who can write the file can also
-rewrite all of it, so an operator who is accountable for it should copy the last seal elsewhere from time to time.
+rewrite all of it, so an operator who is accountable for it should copy the last seal elsewhere from time to time:
+`fedguild federation audit --seal` holds the log against it.
 """
 
 from __future__ import annotations
@@ -65,8 +66,13 @@ class AuditLog:
                 stream.write(line)
             os.fsync(stream.fileno())
 
+    @property
+    def seal(self) -> str:
+        """The seal of the last entry, which stands for the whole log."""
+        return chained.seal_of(self.path)
+
     def read(self) -> list[dict[str, Any]]:
-        """Returns all entries; none if there is no log.
+        """Returns all entries, each with its `seal`; none if there is no log.
 
         Raises:
             CheckpointError: the chain is broken; the message names the first line that does not fit.
@@ -75,8 +81,8 @@ class AuditLog:
         content = self.path.read_bytes() if self.path.is_file() else b""
         for number, line in enumerate(content[: content.rfind(b"\n") + 1].split(b"\n")[:-1], start=1):
             try:
-                entry, before = chained.unsealed(line, before)
-                entries.append(json.loads(entry))
+                _, before = chained.unsealed(line, before)
+                entries.append(json.loads(line))
             except ValueError as error:
                 raise CheckpointError(
                     f"{self.path}, line {number} is not what was written: {error}.",

@@ -341,6 +341,7 @@ def run_federation(
             "The run's process ended without reporting an outcome.",
             f"Look at {state / 'server.log'}; the same command resumes from the last complete round.",
         )
+    echo(f"The audit log's seal is {AuditLog(state).seal}: note it on another machine.")
     outcome: dict[str, Any] = json.loads(path.read_text("utf-8"))
     if outcome["status"] == "failed":
         raise FedGuildError(f"The run stopped: {outcome['message']}", outcome["hint"])

@@ -333,10 +333,7 @@ class RunLog:
     @property
     def seal(self) -> str:
         """The seal of the last line, which identifies the whole log."""
-        if not self.path.exists():
-            return chained.START
-        with open(self.path, "rb", buffering=0) as stream:
-            return chained.last_seal(stream)[1]
+        return chained.seal_of(self.path)
 
     @contextmanager
     def truncating_after(self, round: int, seal: str | None = None) -> Iterator[None]:
