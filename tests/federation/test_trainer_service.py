@@ -11,11 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
 from fedguild.core.codec import encode
+from fedguild.core.files import write_text
 from fedguild.core.payload import Payload
 from fedguild.core.seeding import torch_rng
 from fedguild.engines.client_report import ClientReport
@@ -23,11 +25,12 @@ from fedguild.federation import trainer_service
 from fedguild.federation.flower.engine import read_payload
 from fedguild.federation.flower.message import Message
 from fedguild.federation.schema import MessageKind
+from fedguild.federation.trainer import check_run
 from fedguild.federation.trainer_service import TrainerService, model_digest, run_metadata
 from fedguild.methods import build_method
 from fedguild.runs.setup import budgets_of, fitted, load_model
 from fedguild.server.method import Roster, excerpt_of
-from tests.federation.flower.loopback_federation import QUICK, small_config, trainers_of
+from tests.federation.flower.loopback_federation import QUICK, site_of, small_config, trainers_of
 
 RUN = "ab" * 16
 
@@ -309,6 +312,33 @@ def test_a_score_of_fewer_examples_than_the_site_accepts(config: Config, tmp_pat
     request = replace(train_request(one), kind="score")
     request.metadata.update(scope="client", split="test")
     assert "a score is of 1 example(s), below accept.min_scored of 2" in trainer.handle(request).failure
+
+
+@pytest.mark.parametrize(
+    ("accept", "most", "said"),
+    [
+        ({"min_scored": 1}, 2, ""),
+        ({"min_scored": 3}, 2, "and evaluation.max_examples is 2"),
+        ({"min_scored": 10**6}, None, "(this site has {held} test example(s))"),
+        ({"min_scored": 10**6, "requests": ["train"]}, None, ""),
+    ],
+)
+def test_a_site_is_told_of_a_bound_that_it_can_never_meet(accept, most, said, config, tmp_path, capsys):
+    config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"max_examples": most})})
+    trainer = trainers_of(config, tmp_path, [{"accept": accept}])[0]
+    assert trainer.handle(train_request(config, client=0)).failure == ""
+    in_log = capsys.readouterr().out
+    held = len(trainer._client_data().test)
+    assert held >= 2
+    site = yaml.safe_dump(site_of(config, 0, accept=accept).model_dump(mode="json"))
+    write_text(trainer.folder / "site.yaml", site)
+    sentences, refusal = check_run(trainer.folder, config)
+    assert refusal == ""
+    assert len(sentences) == (2 if said else 1)
+    assert sentences[0].startswith("What this setting can reveal: ")
+    assert all(sentence in in_log for sentence in sentences)
+    assert said.format(held=held) in sentences[-1]
+    assert ("will refuse every score" in sentences[-1]) == bool(said)
 
 
 @pytest.mark.parametrize("kind", ["train", "score", "deliver"])

@@ -234,8 +234,9 @@ def check(
     from fedguild.config import load_config
     from fedguild.federation.trainer import check_run
 
-    found, refusal = check_run(folder, load_config(config, overrides or ()))
-    typer.echo(str(found))
+    sentences, refusal = check_run(folder, load_config(config, overrides or ()))
+    for sentence in sentences:
+        typer.echo(sentence)
     if refusal:
         raise ConfigError(f"The site refuses this run: {refusal}.", f"Its limits are `accept` in {folder}/site.yaml.")
 

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 
 from fedguild.config import Config
-from fedguild.federation.exposure import Exposure
 from fedguild.federation.flower import ipc
 from fedguild.federation.site import load_site
 from fedguild.federation.trainer_service import TrainerService
@@ -28,12 +27,14 @@ def run_trainer(folder: Path) -> None:
     ipc.serve(service.work, service.handle, running=lambda: os.getppid() == parent)
 
 
-def check_run(folder: Path, config: Config) -> tuple[Exposure, str]:
-    """Returns what a run's settings leave in a site's uploads, and why the site refuses the run; empty if it does not.
+def check_run(folder: Path, config: Config) -> tuple[list[str], str]:
+    """Returns what a site's operator should know of a run, and why the site refuses it; empty if it does not.
 
     Raises:
         FedGuildError: the site's file, data or model has a fault, or the run does not fit the model.
     """
     site = load_site(folder)
     with contextlib.chdir(folder):  # where the trainer runs, and so where the site's relative paths begin
-        return TrainerService(site, Path()).exposure(config)
+        service = TrainerService(site, Path())
+        found, refusal = service.exposure(config)
+        return [str(found), *filter(None, [service.unscored(config)])], refusal

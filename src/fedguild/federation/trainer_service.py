@@ -69,6 +69,7 @@ from fedguild.runs.scoring import measures_of, score_clients
 from fedguild.runs.setup import (
     Experiment,
     PreparedData,
+    Split,
     budgets_of,
     check_fit,
     data_sentences,
@@ -336,10 +337,10 @@ class TrainerService:
         if config.privacy.unit != "none" and "scores" not in config.privacy.public:
             _require_none("scores are not among the run's privacy.public")
         wanted = read_metadata(ScoreRequest, message.metadata, "the request for scores cannot be read")
-        scored = getattr(self._client_data(), wanted.split)[: config.evaluation.max_examples]
+        scored = self._scored(config, wanted.split)
         session = self._session(message.run, config)
         withheld = session.rules is not None and not session.rules.sizes_are_public
-        refusal = self.policy.score_refusal(len(scored), withheld=withheld)
+        refusal = self.policy.score_refusal(scored, withheld=withheld)
         _require_none(refusal or self._count_refusal(message, session))
         experiment, excerpt = session.experiment, _state(message)
         records = score_clients(experiment, wanted.scope, lambda _: excerpt, message.round, wanted.split)
@@ -460,6 +461,8 @@ class TrainerService:
             exposed, refusal = self._exposed(config, method, encoded)
             print(exposed, flush=True)
             _require_none(refusal)
+        if unscored := self.unscored(config):
+            print(unscored, flush=True)
         if not (self.work / "runs" / run / BOUND).exists():
             _require_none(self.policy.begin_refusal(_begun_within_a_day(self.work / "runs")))
         _bind(self.work / "runs" / run, config)
@@ -496,6 +499,23 @@ class TrainerService:
         encoded = [encode_example(one, backbone.tokenizer, config.data.max_length) for one in examples]
         found, refusal = self._exposed(config, method, encoded)
         return found, self._run_refusal(config) or refusal
+
+    def unscored(self, config: Config) -> str:
+        """Returns why this site will refuse every score of a run; empty if it will not, or if it gives none."""
+        split, most = config.evaluation.split, config.evaluation.max_examples
+        refusal = self.policy.score_refusal(self._scored(config, split))
+        if not refusal or self.policy.kind_refusal("score"):
+            return ""
+        held = f"this site has {len(getattr(self._client_data(), split))} {split} example(s)"
+        limit = "" if most is None else f", and evaluation.max_examples is {most}"
+        return (
+            f"This site will refuse every score of the run: {refusal} ({held}{limit}). Hold out more of its examples "
+            "(data.split, data.test), or lower accept.min_scored."
+        )
+
+    def _scored(self, config: Config, split: Split) -> int:
+        """Returns the number of this site's examples that a score is a mean over."""
+        return len(getattr(self._client_data(), split)[: config.evaluation.max_examples])
 
     def _exposed(self, config: Config, method: Method, encoded: Sequence[Encoded]) -> tuple[Exposure, str]:
         info = self._load_once(config).info
