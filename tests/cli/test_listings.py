@@ -163,6 +163,18 @@ def test_doctor_says_what_is_missing_and_how_to_get_it(monkeypatch: pytest.Monke
     assert doctor._package("no-such-package").verdict == "problem"
 
 
+def test_doctor_says_whether_the_converter_to_gguf_is_there(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    line = doctor._converter()
+    assert (line.verdict, line.found) == ("missing", "no convert_hf_to_gguf.py")
+    assert "set LLAMA_CPP to its folder" in line.consequence
+    (tmp_path / "convert_hf_to_gguf.py").touch()
+    monkeypatch.setenv("LLAMA_CPP", str(tmp_path))
+    assert doctor._converter() == doctor.Finding("gguf converter", str(tmp_path / "convert_hf_to_gguf.py"))
+    assert "gguf converter" in [finding.subject for finding in doctor.diagnose()]
+
+
 def test_doctor_warns_of_little_memory_threads_and_a_folder_that_takes_no_files(monkeypatch):
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=2**29, total=2**33))
     assert doctor._memory().verdict == "problem"

@@ -96,6 +96,7 @@ def diagnose() -> Iterator[Finding]:
         yield _extra(extra, packages, loss)
     if util.find_spec("torch"):
         yield from _plugins()
+        yield _converter()
     if util.find_spec("flwr"):
         yield from _flower()
     yield _write_access()
@@ -200,6 +201,17 @@ def _freed_pages() -> Finding:
         return Finding("freed pages", "kept for the next step")
     loss = "a training step takes up to twice as long: needs glibc, and none of mallopt's variables in the environment"
     return Finding("freed pages", "given back to the system", "missing", loss)
+
+
+def _converter() -> Finding:
+    from fedguild.core.errors import ModelError
+    from fedguild.export.gguf import SCRIPT, require_converter
+
+    try:
+        return Finding("gguf converter", str(require_converter()))
+    except ModelError as error:
+        loss = "no model can be exported as GGUF (--format gguf, model_format in site.yaml)"
+        return Finding("gguf converter", f"no {SCRIPT}", "missing", f"{loss}. {error.hint}")
 
 
 def _flower() -> Iterator[Finding]:
