@@ -119,6 +119,7 @@ def test_what_a_site_needs_of_this_machine_is_linked(shared, olmoe_folder, tmp_p
         (3, "fedit/tiny-tasks", ["federation.byte_limit=1000"], ["round 1 could move", "federation.byte_limit"]),
         (3, "fedit/tiny-tasks", ["evaluation.metrics=[nonsense]"], ["no metric 'nonsense'"]),
         (3, "fedit/tiny-tasks", ["evaluation.metrics=[os:getcwd]"], ["'os:getcwd' is a Python function"]),
+        (3, "fedit/tiny-tasks", ["method=antigravity:Fly"], ["'antigravity:Fly' is a Python class", "install it"]),
         (3, "fedit/tiny-tasks", ["callbacks=[nonsense]"], ["no callback 'nonsense'"]),
         (3, "fedit/tiny-tasks", ["data.split.test=0"], ["data.split.test holds none out"]),
         (3, "fedit/tiny-tasks", ["data.train=owner/name"], ["owner/name, the same data", "--shared-data"]),

@@ -17,6 +17,7 @@ from fedguild.client.budget import ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
 from fedguild.core.codec import encode
+from fedguild.core.errors import ConfigError
 from fedguild.core.files import write_text
 from fedguild.core.payload import Payload
 from fedguild.core.seeding import torch_rng
@@ -108,6 +109,19 @@ def test_a_site_imports_no_function_that_the_server_names(config: Config, traine
     reply = trainer.handle(train_request(config.model_copy(update={"evaluation": evaluation})))
     assert "'antigravity:fly' is a Python function" in reply.failure
     assert "antigravity" not in sys.modules
+
+
+@pytest.mark.parametrize("kind", ["hello", "train", "score", "deliver", "secure"])
+def test_a_site_imports_no_method_that_the_server_names(
+    config: Config, trainer: TrainerService, kind: MessageKind
+) -> None:
+    named = config.model_copy(update={"method": config.method.model_copy(update={"name": "antigravity:Fly"})})
+    reply = trainer.handle(Message(kind, RUN, 1, 1, metadata=run_metadata(named)))
+    assert "'antigravity:Fly' is a Python class" in reply.failure
+    with pytest.raises(ConfigError, match=r"only runs on one machine.*\n.*plug-in at the server and at every site"):
+        trainer.exposure(named)
+    assert "antigravity" not in sys.modules
+    assert trainer.loads == 0
 
 
 def test_damaged_bytes_are_a_failure(config: Config, trainer: TrainerService) -> None:

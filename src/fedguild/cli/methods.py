@@ -30,7 +30,9 @@ def command(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="NAME", help="Show the options of this method, which imports it and torch; a list imports nothing."
+            metavar="NAME",
+            help="Show the options of this method, or of MODULE:CLASS, which imports it and torch; a list imports "
+            "nothing.",
         ),
     ] = None,
     model: Annotated[

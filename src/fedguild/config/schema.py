@@ -19,8 +19,8 @@ from fedguild.config.federation import FederationSettings
 from fedguild.config.privacy import PrivacySettings
 from fedguild.config.renamed import with_old_names
 from fedguild.config.training import TrainingSettings
-from fedguild.config.trust import Code, code_of_metric, code_of_model
-from fedguild.core.score_names import is_function
+from fedguild.config.trust import Code, code_of_method, code_of_metric, code_of_model
+from fedguild.core.plugins import is_target
 
 NOT_IN_FINGERPRINT = (
     ("name",),
@@ -98,7 +98,11 @@ def _as_yaml(settings: Mapping[str, Any]) -> str:
 class MethodSettings(NamedSettings):
     """The method, which validates its options itself."""
 
-    name: str = Field(min_length=1, description="Name of a method, as `fedguild methods` lists them.")
+    name: str = Field(
+        min_length=1,
+        description="Name of a method, as `fedguild methods` lists them, or `module:Class` of one in the working "
+        "folder or an installed package, which in a file counts after `fedguild trust` of that file.",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict, description="Options of the method, as `fedguild methods NAME` lists them."
     )
@@ -319,7 +323,8 @@ class Config(Section):
     def code(self) -> list[Code]:
         """The Python code that it asks to run, which is neither FedGuild's nor a plug-in's."""
         models = [code_of_model(self.model.path)] if self.model.trust_remote_code else []
-        return [*models, *(code_of_metric(name) for name in self.evaluation.metrics if is_function(name))]
+        methods = [code_of_method(self.method.name)] if is_target(self.method.name) else []
+        return [*models, *methods, *(code_of_metric(name) for name in self.evaluation.metrics if is_target(name))]
 
     @property
     def local_training(self) -> TrainingSettings:

@@ -1,10 +1,10 @@
 """Trust in files: which ones may run Python code that is not FedGuild's or a plug-in's, by this user's word.
 
-`model.trust_remote_code` runs code from the model's folder or repository, and `module:function` in `evaluation.metrics`
-imports a module. In a file that somebody else wrote (a run's folder, a config, a site) it is not this user's word. It
-counts where the user gives it, as an override or in Python, or has said `fedguild trust` of the file. That is recorded
-in `$XDG_CONFIG_HOME/fedguild/trusted.json`, by the file's path and the code. What a run of this user writes is recorded
-as it is written.
+`model.trust_remote_code` runs code from the model's folder or repository; `module:Class` as the method and
+`module:function` in `evaluation.metrics` import a module. In a file that somebody else wrote (a run's folder, a config,
+a site) it is not this user's word. It counts where the user gives it, as an override or in Python, or has said
+`fedguild trust` of the file. That is recorded in `$XDG_CONFIG_HOME/fedguild/trusted.json`, by the file's path and the
+code. What a run of this user writes is recorded as it is written.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ class Code:
 def code_of_model(path: str) -> Code:
     setting = "model.trust_remote_code"
     return Code(setting, path, f"the Python code that comes with the model {path}", f"{setting}=true")
+
+
+def code_of_method(name: str) -> Code:
+    return Code("method.name", f"method {name}", f"the Python class {name}", f"method={name}")
 
 
 def code_of_metric(name: str) -> Code:

@@ -8,6 +8,8 @@ corpus), or the object itself:
     poems = "verses.poems"
     odes = "verses.poems:ODES"
 
+Of some kinds a config may name `module:attribute` itself, which no package has to register.
+
 Listing imports nothing: titles are read from the source. A plug-in that cannot be used is reported on its own and does
 not affect the others.
 """
@@ -15,6 +17,8 @@ not affect the others.
 from __future__ import annotations
 
 import ast
+import hashlib
+import os
 import re
 import sys
 from collections import Counter
@@ -78,6 +82,8 @@ class Plugins(Generic[T]):
             receives the module.
         dashes: Whether `_` in a file name becomes `-` in the plug-in's name.
         listed: Returns name -> title of the built-in plug-ins that are data, not modules; `accept` receives None.
+        unregistered: Whether `module:attribute` is a name, too. To load it runs code: `fedguild.config.trust` says of
+            which configs, and `fedguild.methods.require_registered` keeps it from sites.
     """
 
     noun: str
@@ -87,6 +93,7 @@ class Plugins(Generic[T]):
     attribute: str = ""
     dashes: bool = False
     listed: Callable[[], Mapping[str, str]] = dict
+    unregistered: bool = False
 
     def found(self) -> tuple[Found, ...]:
         listed = tuple(Found(name, title, _root(self.package), "") for name, title in self.listed().items())
@@ -99,9 +106,16 @@ class Plugins(Generic[T]):
         return any(plugin.name == name for plugin in self.found())
 
     def origin(self, name: str) -> str:
-        """Returns `fedguild`, or the name and version of the distribution that a plug-in comes from; empty for none."""
-        usable = {plugin.name: plugin.origin for plugin in self.found() if not plugin.fault}
-        return usable.get(name, "")
+        """Returns `fedguild`, or the name and version of the distribution that a plug-in comes from; empty for none.
+
+        Of `module:attribute` it is the module and a digest of its source.
+        """
+        return next((plugin.origin for plugin in self._named(name) if not plugin.fault), "")
+
+    def _named(self, name: str) -> list[Found]:
+        if self.unregistered and is_target(name):
+            return [_unregistered(name)]
+        return [plugin for plugin in self.found() if plugin.name == name]
 
     def load(self, name: str) -> T:
         """Imports a plug-in.
@@ -109,12 +123,14 @@ class Plugins(Generic[T]):
         Raises:
             ConfigError: there is no plug-in of this name, or it cannot be used.
         """
-        known = [plugin for plugin in self.found() if plugin.name == name]
+        known = self._named(name)
         if not known:
             installed = "One of another package is known once that is installed (docs/guides/plug-ins.md)."
             raise ConfigError(f"There is no {self.noun} '{name}'.", f"{nearest(name, self)} {installed}")
         plugin = min(known, key=lambda candidate: bool(candidate.fault))
         hint = "" if plugin.origin == _root(self.package) else f"Repair or uninstall {plugin.origin}."
+        if plugin.name == plugin.target:
+            hint = f"The name is MODULE:NAME; the module has to be installed or in the working folder, {os.getcwd()}."
         if plugin.fault:
             raise ConfigError(f"The {self.noun} {plugin.warning}.", hint)
         try:
@@ -148,6 +164,26 @@ def _fault(plugin: Found, error: Exception) -> str:
         if own != "fedguild" and module.partition(".")[0] == own:
             return f"{told} ({module}, line {line})"
     return told
+
+
+def is_target(name: str) -> bool:
+    """Whether a name is `module:attribute`, of something in Python that no package has to register."""
+    return ":" in name
+
+
+def search_working_folder() -> None:
+    """Lets modules be imported from the working folder."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last, so that nothing installed is hidden by a file of the same name
+
+
+def _unregistered(target: str) -> Found:
+    search_working_folder()
+    module, _, attribute = target.partition(":")
+    source = _source(module)
+    digest = "" if source is None else f", SHA-256 {hashlib.sha256(source.encode()).hexdigest()[:12]}"
+    fault = "" if EntryPoint.pattern.fullmatch(target) else "it is not module:attribute"
+    return Found(target, _title(source, attribute), f"{module}{digest}", target, fault)
 
 
 def installed_plugins(group: str) -> tuple[Found, ...]:

@@ -50,11 +50,6 @@ METRICS: Final[Mapping[str, str]] = {
 """Name of a metric -> what pages and tables call it, where that is not the name itself."""
 
 
-def is_function(metric: str) -> bool:
-    """Whether a metric's name is that of a Python function, `module:function`."""
-    return ":" in metric
-
-
 def joined(metrics: Iterable[str]) -> str:
     """Returns the names of the metrics that a score is the mean of as a record has them; none for an empty one."""
     return " and ".join(sorted({*metrics} - {""}))

@@ -22,6 +22,7 @@ from fedguild.federation.keys import write_key
 from fedguild.federation.serving import check_remote
 from fedguild.federation.site import SERVER_FILE, SITE_FILE, ServerSettings
 from fedguild.federation.site_files import at_home, require_model, site_settings, with_own_data
+from fedguild.methods import require_registered
 from fedguild.model.plan import trainable_shapes
 from fedguild.runs.experiment import callbacks_of
 from fedguild.runs.setup import aggregator_of, budgets_of, check_config, fitted, method_of, model_of
@@ -69,6 +70,7 @@ def write_project(
     host, port = _host_and_port(address)
     required = [f"federation.clients={clients}", "federation.engine.name=flower", "evaluation.pooled=false"]
     config = load_config(config_name, [*required, *overrides])
+    require_registered(config.method.name)
     _require_own(config, clients)
     if not any(override.startswith("federation.quorum=") for override in overrides):
         config = _never_alone(config)

@@ -39,7 +39,7 @@ from fedguild.federation.trainer_service import SCORES, model_digest, run_metada
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.measuring.log.records import EvaluationRecord
 from fedguild.measuring.scores.metrics import METRICS, TAKEN, load_metrics
-from fedguild.methods import METHODS
+from fedguild.methods import METHODS, require_registered
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.runs import experiment as runs
@@ -261,7 +261,7 @@ def serve(
         round: Goes back to this round of the run; None for its last complete one.
 
     Raises:
-        ConfigError: `run.yaml` is not the config that the run started with.
+        ConfigError: `run.yaml` is not the config that the run started with, or names a method as `module:Class`.
         CheckpointError: another process is working on the run.
         QuorumError: clients are missing, or too few delivered an upload.
         StoppedError: the operator stopped the run.
@@ -269,6 +269,7 @@ def serve(
     progress = progress or Silent()
     state, keys = folder / settings.state, folder / settings.nodes
     config, output, audit = load_config(str(folder / settings.run)), state / RUN, AuditLog(state)
+    require_registered(config.method.name)
     prepared: list[Experiment] = []
     holds_lock = False
 

@@ -52,7 +52,7 @@ from fedguild.federation.sum_log import SumLog
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.measuring.log.records import EvaluationRecord
 from fedguild.measuring.scores.metrics import load_metrics
-from fedguild.methods import METHODS
+from fedguild.methods import METHODS, require_registered
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import adapter_shapes, trainable_shapes
@@ -412,6 +412,7 @@ class TrainerService:
         return self._at_this_site(config)
 
     def _at_this_site(self, config: Config) -> Config:
+        require_registered(config.method.name)
         data = data_config(self.site).data.model_copy(update={"max_length": config.data.max_length})
         return config.model_copy(update={"model": self.site.model, "data": data, "output": None})
 

@@ -1,6 +1,7 @@
 """The methods: one file or folder per paper, discovered automatically.
 
-Other packages register methods in the entry-point group `fedguild.methods`.
+Other packages register methods in the entry-point group `fedguild.methods`. On one machine the name of a method may
+also be `module:Class`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from fedguild.core.errors import ConfigError, nearest
-from fedguild.core.plugins import Plugins
+from fedguild.core.plugins import Plugins, is_target
 
 if TYPE_CHECKING:
     from fedguild.server.method import Method
 
 
 def _method_of(name: str, target: Any) -> type[Method]:
-    """Returns the method class that a module defines, or the class itself.
+    """Returns the method class that a module defines, or the class itself; `module:Class` gets that as its name.
 
     Raises:
         TypeError: there is none, or more than one, or it has another name, or it lacks what every method has.
@@ -36,14 +37,29 @@ def _method_of(name: str, target: Any) -> type[Method]:
     ]
     if len(classes) != 1:
         raise TypeError(f"it defines {len(classes)} subclasses of fedguild.server.method.Method instead of one")
-    if classes[0].name != name:
-        raise TypeError(f"its class has the name '{classes[0].name}'; set `name = \"{name}\"` in it")
-    if lacking := sorted(classes[0].__abstractmethods__):
+    method = classes[0]
+    if is_target(name):  # a class of its own: the same one may be registered under another name
+        known = {"name": name, "title": method.title, "__module__": method.__module__, "__doc__": method.__doc__}
+        method = type(method)(method.__name__, (method,), known)
+    if method.name != name:
+        raise TypeError(f"its class has the name '{method.name}'; set `name = \"{name}\"` in it")
+    if lacking := sorted(method.__abstractmethods__):
         raise TypeError(f"its class does not define `{'`, `'.join(lacking)}`")
-    return classes[0]
+    return method
 
 
-METHODS: Plugins[type[Method]] = Plugins("method", __name__, "fedguild.methods", _method_of, dashes=True)
+METHODS: Plugins[type[Method]] = Plugins(
+    "method", __name__, "fedguild.methods", _method_of, dashes=True, unregistered=True
+)
+
+
+def require_registered(name: str) -> None:
+    """Raises ConfigError for `module:Class`, of which a federation over the network must import nothing."""
+    if is_target(name):
+        raise ConfigError(
+            f"method.name: '{name}' is a Python class, which only runs on one machine import.",
+            "In a federation, install it as a plug-in at the server and at every site (docs/guides/plug-ins.md).",
+        )
 
 
 def build_method(name: str, options: Mapping[str, Any] | None = None) -> Method:

@@ -10,7 +10,8 @@ from typing import Any
 import pandas
 
 from fedguild.core.layout import client_name
-from fedguild.core.score_names import SUMMARIES, is_function, metric_heading, metric_name
+from fedguild.core.plugins import is_target
+from fedguild.core.score_names import SUMMARIES, metric_heading, metric_name
 from fedguild.measuring.log.folder import MEANS, BudgetFacts, ClientScope, Run
 from fedguild.measuring.log.records import EvaluationRecord, RoutingRecord
 from fedguild.report import units
@@ -299,7 +300,7 @@ def routing_grid(routing: RoutingRecord) -> Grid:
 
 def metric_title(name: str) -> str:
     """Returns a metric's name as a column title, `Exact match` for `exact_match`."""
-    return name if is_function(name) else metric_heading(metric_name([name]))
+    return name if is_target(name) else metric_heading(metric_name([name]))
 
 
 def _budget_row(

@@ -23,7 +23,7 @@ from fedguild.core.progress import Progress, Silent
 from fedguild.core.sealed import remove_leftovers
 from fedguild.data.rendering import count_cut_prompts
 from fedguild.measuring.log.activity import ActivityLog, noted
-from fedguild.measuring.log.folder import config_of
+from fedguild.measuring.log.folder import config_of, read_mapping
 from fedguild.measuring.log.index import REPORT_FILE
 from fedguild.measuring.log.records import (
     EvaluationRecord,
@@ -37,6 +37,7 @@ from fedguild.measuring.log.records import (
 )
 from fedguild.measuring.log.samples import write_samples
 from fedguild.measuring.scores.metrics import Metric
+from fedguild.methods import METHODS
 from fedguild.runs.byte_budget import ByteBudget, first_refusal
 from fedguild.runs.callbacks import Callback, Delivery, check_scores, listed, make_callback
 from fedguild.runs.environment import describe_environment
@@ -171,6 +172,7 @@ def resume(
                     checkpoint.remove_after(output / CHECKPOINTS, round)
             accepted = saved.extra.get(ACCEPTED, ())
             experiment = (preparation or prepare)(config, output, told)
+            _tell_other_method(config, output, told)
             if experiment.remote is None:
                 experiment.memory.forget_after(saved.round)
                 MergeLedger.beside(experiment.memory).refill(merges(saved.state))
@@ -179,6 +181,12 @@ def resume(
             with _engine_of(experiment) as engine:
                 rounds = _Rounds(experiment, engine, saved.state, saved.round + 1, accepted, every)
                 return rounds.run(saved_again=again)
+
+
+def _tell_other_method(config: Config, output: Path, progress: Progress) -> None:
+    now = METHODS.origin(config.method.name)
+    if (before := read_mapping(output / METHOD).get("from", now)) != now:
+        progress.message(f"Warning: the run began with the method of {before}, and continues with that of {now}.")
 
 
 @contextmanager

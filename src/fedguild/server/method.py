@@ -237,14 +237,14 @@ class Method(ABC):
     Attributes:
         name: The name in configs; by default that of the module, `-` for `_`.
         title: A one-line description; by default the first line of the module's docstring.
-        Settings: The options, each declared once with help and range.
+        Settings: The options, each declared once with help and range; by default none.
         facts: What holds of all its instances.
         settings: The options of this instance.
     """
 
     name: ClassVar[str]
     title: ClassVar[str]
-    Settings: ClassVar[type[MethodSettings]]
+    Settings: ClassVar[type[MethodSettings]] = MethodSettings
     facts: ClassVar[Facts] = Facts()
     settings: Any
 

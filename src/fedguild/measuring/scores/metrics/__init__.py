@@ -15,8 +15,7 @@ from importlib import import_module
 from numbers import Real
 
 from fedguild.core.errors import ConfigError, FedGuildError, first_line, nearest
-from fedguild.core.plugins import Plugins
-from fedguild.core.score_names import is_function
+from fedguild.core.plugins import Plugins, is_target, search_working_folder
 
 Metric = Callable[[str, str], float]
 """(generated text, reference) -> score."""
@@ -43,7 +42,7 @@ def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
     """
     wanted = list(names)
     for name in wanted:
-        if is_function(name):
+        if is_target(name):
             raise ConfigError(
                 f"evaluation.metrics: '{name}' is a Python function, which only runs on one machine import.",
                 "In a federation, install it as a plug-in at the server and at every site (docs/guides/plug-ins.md).",
@@ -65,13 +64,12 @@ def import_metrics(names: Iterable[str]) -> dict[str, Metric]:
     Raises:
         ConfigError: there is no such module or function, or importing it fails.
     """
-    return {name: _imported(name) for name in names if is_function(name)}
+    return {name: _imported(name) for name in names if is_target(name)}
 
 
 def _imported(name: str) -> Metric:
     module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last, so that nothing installed is hidden by a file of the same name
+    search_working_folder()
     hint = "A metric is MODULE:FUNCTION, and the function takes two texts, the answer and the reference."
     if not (module and attribute):
         raise ConfigError(f"evaluation.metrics: '{name}' is not MODULE:FUNCTION.", hint)
