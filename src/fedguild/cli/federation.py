@@ -144,6 +144,18 @@ def stop(folder: ServerFolder) -> None:
     stop_federation(folder, note)
 
 
+@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation backup union/server backups/2026-11-29"))
+def backup(
+    folder: ServerFolder,
+    copy: Annotated[Path, typer.Argument(metavar="COPY", help="The copy, a new folder.", show_default=False)],
+) -> None:
+    """Copy a server's folder, also while the server is up and a run goes on."""
+    from fedguild.federation.backup import back_up
+
+    back_up(folder, copy)
+    typer.echo(copy)
+
+
 @app.command(cls=ExampleCommand, epilog=_examples("fedguild federation revoke union/server client-002"))
 def revoke(
     folder: ServerFolder,
