@@ -28,6 +28,7 @@ from typer.testing import CliRunner
 from fedguild.cli import app
 from fedguild.config import load_config, table_cells, tables
 from fedguild.core.errors import ConfigError
+from fedguild.core.plugins import is_target
 from fedguild.methods import METHODS
 from fedguild.runs.api.comparing import is_table
 from fedguild.runs.api.sweeping import divide
@@ -72,7 +73,7 @@ class Command:
     def runs_here(self) -> bool:
         name, *arguments = self.words
         cheap = name == "fedguild" and (arguments[0] in RUN or self.text in RUN_SMALL)
-        return cheap and self.kind != "run by"
+        return cheap and self.kind != "run by" and not is_target(arguments[-1])  # a class that the page alone has
 
 
 def commands_of(page: str, text: str) -> Iterator[Command]:
@@ -177,7 +178,8 @@ def check_words(words: Sequence[str], page: str) -> None:
         else:
             load_config(config, settings)
     if name == "methods" and given["name"]:
-        assert given["name"] in METHODS or f'{given["name"]} = "' in shown, "no method, and none that the page adds"
+        own = f"class {given['name'].partition(':')[2]}(" if is_target(given["name"]) else f'{given["name"]} = "'
+        assert given["name"] in METHODS or own in shown, "no method, and none that the page adds"
 
 
 def _listed(value: object) -> list[object]:

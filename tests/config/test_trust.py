@@ -138,26 +138,29 @@ def test_a_method_that_a_config_from_somebody_else_names(olmoe_folder, tmp_path,
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    (tmp_path / "theirs.py").write_text(METHOD)
-    options = "{name: theirs:Own, rank: 2, targets: [attention]}"
+    (tmp_path / "their_method.py").write_text(METHOD)
+    options = "{name: their_method:Own, rank: 2, targets: [attention]}"
     (tmp_path / "config.yaml").write_text(f"extends: flame/tiny-tasks\nmethod: {options}\n")
     model = [each for each in small_settings(olmoe_folder) if not each.startswith("method")]
     settings = [*model, "federation.clients=2", "training.steps=1", "federation.rounds=1"]
-    asks = "asks to run the Python class theirs:Own"
+    asks = "asks to run the Python class their_method:Own"
     refused = invoke("run", "config.yaml", *settings, "-o", "run")
     assert (refused.exit_code, asks in " ".join(refused.output.split())) == (2, True), refused.output
     assert not (tmp_path / "ran").exists()
-    assert "may run the Python class theirs:Own" in invoke("trust", "config.yaml").output
+    assert "may run the Python class their_method:Own" in invoke("trust", "config.yaml").output
     ran = invoke("run", "config.yaml", *settings, "-o", "run")
     assert ran.exit_code == 0, ran.output
     assert invoke("evaluate", "run").exit_code == 0, "a run of this user is trusted"
     Path("run").rename("received")
     (tmp_path / "ran").unlink()
-    monkeypatch.delitem(sys.modules, "theirs")
+    monkeypatch.delitem(sys.modules, "their_method")
     for command in (("resume",), ("evaluate",), ("export", "--output", "out")):
         assert asks in " ".join(invoke(command[0], "received", *command[1:]).output.split())
     assert not (tmp_path / "ran").exists()
-    assert load_config("config.yaml", ["method=theirs:Own"]).method.options == {"rank": 2, "targets": ["attention"]}
+    assert load_config("config.yaml", ["method=their_method:Own"]).method.options == {
+        "rank": 2,
+        "targets": ["attention"],
+    }
 
 
 def test_what_several_say_at_once_is_all_kept(tmp_path, monkeypatch):

@@ -255,7 +255,7 @@ def test_auto_plans_for_the_largest_client_and_the_longest_batch(olmoe_backbone,
     tokens = min(size * max(map(max, lengths)), math.ceil(1.1 * max(sum(own[-size:]) for own in lengths)))
     largest = flame.plan(olmoe_backbone.info, LARGE)
     by_torch = engine.settings.optimizer == "sgd" or not kernels.runs("optimizer", olmoe_backbone.device)
-    form = StepForm(engine.settings.gradient_accumulation_steps, by_torch)
+    form = StepForm(engine.settings.gradient_accumulation_steps, by_torch, row_tokens=max(map(max, lengths)))
     assert asked == [(olmoe_backbone, largest, tokens, 5, 12345, engine.settings, None, form)]
 
 
@@ -310,6 +310,6 @@ def test_auto_knows_whether_torch_takes_the_steps(olmoe_backbone, monkeypatch):
         for name in ("adamw", "sgd")
     )
     let_run(monkeypatch, ())
-    assert adam._step_form(5 * 8, 10).by_torch
+    assert adam._step_form(5 * 8, 10, 8).by_torch
     let_run(monkeypatch, {"optimizer"}, language="numba")
-    assert [each._step_form(5 * 8, 10).by_torch for each in (adam, sgd)] == [False, True]
+    assert [each._step_form(5 * 8, 10, 8).by_torch for each in (adam, sgd)] == [False, True]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import ValidationError
 
@@ -40,7 +40,7 @@ def _method_of(name: str, target: Any) -> type[Method]:
     method = classes[0]
     if is_target(name):  # a class of its own: the same one may be registered under another name
         known = {"name": name, "title": method.title, "__module__": method.__module__, "__doc__": method.__doc__}
-        method = type(method)(method.__name__, (method,), known)
+        method = cast(type[Method], type(method.__name__, (method,), known))
     if method.name != name:
         raise TypeError(f"its class has the name '{method.name}'; set `name = \"{name}\"` in it")
     if lacking := sorted(method.__abstractmethods__):
