@@ -89,6 +89,18 @@ def test_a_config_from_somebody_else(hostile, tmp_path):
         load_config(str(extending), [f"model.path={tmp_path / 'another'}"])
 
 
+def run_once_trusted(code, settings):
+    """Runs `config.yaml`, which is refused and runs no code before it is trusted; returns what the refusal says."""
+    asks = f"asks to run {code}"
+    refused = invoke("run", "config.yaml", *settings, "-o", "run")
+    assert (refused.exit_code, asks in " ".join(refused.output.split())) == (2, True), refused.output
+    assert not Path("ran").exists()
+    assert f"may run {code}" in invoke("trust", "config.yaml").output
+    ran = invoke("run", "config.yaml", *settings, "-o", "run")
+    assert ran.exit_code == 0, ran.output
+    return asks
+
+
 def test_a_function_that_a_config_from_somebody_else_names(olmoe_folder, tmp_path, monkeypatch):
     """The function is a metric; of a config and of a run's folder that came from elsewhere, it is not imported."""
     from tests.runs.runs import small_settings
@@ -100,13 +112,7 @@ def test_a_function_that_a_config_from_somebody_else_names(olmoe_folder, tmp_pat
         "extends: fedit/tiny-tasks\nevaluation: {metrics: [rouge_l, theirs:words], max_examples: 2}\n"
     )
     settings = [*small_settings(olmoe_folder, "federation.clients=2", "training.steps=1"), "federation.rounds=1"]
-    asks = "asks to run the Python function theirs:words"
-    refused = invoke("run", "config.yaml", *settings, "-o", "run")
-    assert (refused.exit_code, asks in " ".join(refused.output.split())) == (2, True), refused.output
-    assert not (tmp_path / "ran").exists()
-    assert "may run the Python function theirs:words" in invoke("trust", "config.yaml").output
-    ran = invoke("run", "config.yaml", *settings, "-o", "run")
-    assert ran.exit_code == 0, ran.output
+    asks = run_once_trusted("the Python function theirs:words", settings)
     assert fedguild.load_run("run").frame()["theirs:words"].notna().any()
     assert invoke("evaluate", "run").exit_code == 0, "a run of this user is trusted"
     Path("run").rename("received")
@@ -143,13 +149,7 @@ def test_a_method_that_a_config_from_somebody_else_names(olmoe_folder, tmp_path,
     (tmp_path / "config.yaml").write_text(f"extends: flame/tiny-tasks\nmethod: {options}\n")
     model = [each for each in small_settings(olmoe_folder) if not each.startswith("method")]
     settings = [*model, "federation.clients=2", "training.steps=1", "federation.rounds=1"]
-    asks = "asks to run the Python class their_method:Own"
-    refused = invoke("run", "config.yaml", *settings, "-o", "run")
-    assert (refused.exit_code, asks in " ".join(refused.output.split())) == (2, True), refused.output
-    assert not (tmp_path / "ran").exists()
-    assert "may run the Python class their_method:Own" in invoke("trust", "config.yaml").output
-    ran = invoke("run", "config.yaml", *settings, "-o", "run")
-    assert ran.exit_code == 0, ran.output
+    asks = run_once_trusted("the Python class their_method:Own", settings)
     assert invoke("evaluate", "run").exit_code == 0, "a run of this user is trusted"
     Path("run").rename("received")
     (tmp_path / "ran").unlink()
