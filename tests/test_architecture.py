@@ -79,7 +79,7 @@ def test_no_module_imports_from_a_later_package():
 def test_there_is_no_other_package_and_no_loose_module():
     """`testing` gives the federation's a short name."""
     assert {package_of(name) for name in graph()} == {"", "__main__", "testing", *ORDER}
-    assert graph()["fedguild.testing"] == {"fedguild.federation.testing"}
+    assert graph()["fedguild.testing"] == {"fedguild.federation.testing", "fedguild.runs.promises"}
     assert not graph()["fedguild"]
 
 

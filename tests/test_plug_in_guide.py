@@ -81,3 +81,14 @@ def test_the_package_is_found_and_runs(python: Path) -> None:
     assert (folder / "adapter" / "adapter_model.safetensors").is_file() or (
         folder / "adapter" / "config.json"
     ).is_file()
+
+
+@pytest.mark.long
+def test_its_method_keeps_its_promises(python: Path) -> None:
+    """By the test that the page shows."""
+    folder = python.parents[2]
+    (folder / "test_fedmedian.py").write_text(file("tests/test_fedmedian.py"))
+    arguments = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "test_fedmedian.py"]
+    ran = subprocess.run([python, *arguments], cwd=folder, capture_output=True, text=True, timeout=300)
+    assert ran.returncode == 0, ran.stdout
+    assert "1 passed" in ran.stdout

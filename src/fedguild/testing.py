@@ -1,3 +1,4 @@
-"""Federations in one process, for the tests of methods and plug-ins: `fedguild.federation.testing`."""
+"""For the tests of methods and plug-ins: a method's promises, and federations with hostile clients in one process."""
 
 from fedguild.federation.testing import *  # noqa: F403
+from fedguild.runs.promises import check_method as check_method

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import torch
 
 from fedguild.client.budget import Budget, ClientInfo
-from fedguild.client.memory import ClientMemory
 from fedguild.config.training import TrainingSettings
 from fedguild.core.payload import Payload, with_part
 from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded
-from fedguild.engines.local import CohortSize, LocalEngine
+from fedguild.engines.local import CohortSize
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
-from fedguild.server.engine import Delivery, Task
-from fedguild.server.method import Method, Roster, Upload
+from fedguild.runs.promises import Rehearsal
+from fedguild.server.method import Method, Upload
 from tests.backbones import random_rows
 
 LARGE, MIDDLE, SMALL = Budget("large", 4, 3), Budget("middle", 2, 2), Budget("small", 1, 1)
@@ -29,57 +28,32 @@ def client(index: int, budget: Budget, examples: int = 4) -> ClientInfo:
     return ClientInfo(index, budget, examples)
 
 
-class Federation:
+class Federation(Rehearsal):
     """Clients with data of their own (a row of 4 to 8 tokens each), a method, and the clients' memory."""
 
     def __init__(self, backbone: Backbone, method: Method, clients: Sequence[ClientInfo], folder: Path) -> None:
-        self.backbone, self.method, self.clients = backbone, method, list(clients)
-        self.model: ModelInfo = backbone.info
-        self.memory = ClientMemory(folder / "clients")
-        self.examples = {
+        examples = {
             who.index: [
                 Encoded(tuple(row), 2)
                 for row in random_rows([4 + (who.index + i) % 5 for i in range(who.examples)], who.index)
             ]
             for who in clients
         }
-
-    def start(self) -> Payload:
-        return self.method.start(
-            self.model, Roster([who.budget for who in self.clients], self.clients), torch_rng(0, "start")
-        )
-
-    def deliver(
-        self,
-        state: Payload,
-        round: int = 1,
-        who: Sequence[int] | None = None,
-        settings: TrainingSettings = SETTINGS,
-        cohort: CohortSize = "auto",
-    ) -> list[Delivery]:
-        """Trains some clients (by index; all by default), their memory kept."""
-        engine = LocalEngine(self.backbone, self.examples, settings, self.memory, cohort_size=cohort, seed=1)
-        asked = [known for known in self.clients if who is None or known.index in who]
-        tasks = [Task(round, known, self.method.download(state, self.model, known)) for known in asked]
-        return sorted(engine.train(self.method, self.model, tasks), key=lambda one: one.task.client.index)
+        super().__init__(backbone, method, clients, examples, folder, SETTINGS)
 
     def train(
         self,
         state: Payload,
         round: int = 1,
-        who: Sequence[int] | None = None,
-        learning_rate: float | None = None,
-        settings: TrainingSettings = SETTINGS,
+        who: Collection[int] | None = None,
+        settings: TrainingSettings | None = None,
         cohort: CohortSize = "auto",
+        learning_rate: float | None = None,
     ) -> list[Upload]:
-        """Returns their uploads."""
+        """Returns their uploads; a learning rate need not be one that settings allow."""
         if learning_rate is not None:
-            settings = settings.model_copy(update={"learning_rate": learning_rate})
-        uploads = []
-        for delivery in self.deliver(state, round, who, settings, cohort):
-            assert delivery.upload is not None
-            uploads.append(Upload(round, delivery.task.client, delivery.upload, delivery.task.download))
-        return uploads
+            settings = (settings or self.settings).model_copy(update={"learning_rate": learning_rate})
+        return super().train(state, round, who, settings, cohort)
 
 
 def random_tensors(model: ModelInfo, plan: AdapterPlan, seed: int) -> dict[str, torch.Tensor]:

@@ -6,9 +6,7 @@ in it fails. The proofs know nothing of any method.
 
 from __future__ import annotations
 
-import itertools
-import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,24 +17,19 @@ from torch import Tensor
 
 from fedguild.config.training import TrainingSettings
 from fedguild.core import layout
-from fedguild.core.codec import decode, encode
-from fedguild.core.errors import UploadError
-from fedguild.core.packing import pack, unpack
 from fedguild.core.payload import Payload
 from fedguild.data.batches import SlotBatch
 from fedguild.methods import METHODS, build_method
 from fedguild.model.backbone import Backbone
-from fedguild.model.plan import adapter_shapes
 from fedguild.model.slots import SlotModel
-from fedguild.runs import experiment
+from fedguild.runs import experiment, promises
 from fedguild.server import checkpoint
-from fedguild.server.method import Method, Upload, always_sent, client_model, excerpt_of
-from fedguild.server.validation import check_received, check_upload
+from fedguild.server.method import Method, Upload, excerpt_of
 from tests.backbones import tiny_backbone
 from tests.methods.federation import LARGE, MIDDLE, SMALL, Federation, client
 from tests.runs.runs import Killed, assert_same, ended, kill_at, save_model, small_config
 
-SGD_STEP = TrainingSettings(optimizer="sgd", learning_rate=0.5, batch_size=3, steps=1, max_grad_norm=None)
+SGD_STEP = TrainingSettings.model_validate(promises.ONE_STEP)
 TEN_STEPS = TrainingSettings(optimizer="adam", learning_rate=0.01, batch_size=2, steps=10, max_grad_norm=None)
 CLIENTS = (client(0, LARGE, 4), client(1, SMALL, 5), client(2, MIDDLE, 3), client(3, SMALL, 6))
 """Every client has examples of other lengths than the others, so that a pass over several is padded."""
@@ -215,6 +208,17 @@ def fresh(label: str, folder: Path, dtype: torch.dtype = torch.float32) -> Feder
     return Federation(backbone_of(label, dtype), method_of(label), CLIENTS, folder)
 
 
+def rehearsed(label: str) -> promises.Fresh:
+    """What makes the case's federation, whose clients train by one step of SGD."""
+
+    def by_one_step(folder: Path) -> Federation:
+        federation = fresh(label, folder)
+        federation.settings = SGD_STEP
+        return federation
+
+    return by_one_step
+
+
 def train(
     federation: Federation, state: Payload, round: int = 1, settings: TrainingSettings = SGD_STEP, cohort: int = 4
 ) -> list[Upload]:
@@ -222,52 +226,12 @@ def train(
     return federation.train(state, round, settings=settings, cohort=cohort)
 
 
-def second_round(federation: Federation, settings: TrainingSettings, cohort: int) -> tuple[Payload, list[Upload]]:
-    """The state after one round that all train together, and the uploads of the next, trained `cohort` at a time."""
-    state = federation.start()
-    state = federation.method.aggregate(state, iter(train(federation, state, settings=settings)))
-    return state, train(federation, state, 2, settings, cohort)
-
-
-def assert_same_tensors(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    differing = [name for name, value in expected.items() if not torch.equal(found[name], value)]
-    assert not differing
-
-
-def movement(sent: Upload, download: Payload) -> dict[str, dict[str, Tensor]]:
-    """Part -> name -> what training changed of a tensor; the tensor itself where nothing like it was received."""
-    found: dict[str, dict[str, Tensor]] = {}
-    for name, value in sent.payload.tensors.items():
-        before = download.tensors.get(name)
-        change = value.double() - before.double() if before is not None else value.double()
-        found.setdefault(name.partition("/")[0], {})[name] = change
-    return found
-
-
-def norm(tensors: Iterator[Tensor]) -> float:
-    return float(torch.stack([tensor.double().square().sum() for tensor in tensors]).sum().sqrt())
-
-
 # What a real client is sent of the state
 
 
 @pytest.mark.parametrize("label", cases_alike_long())
 def test_a_client_has_its_model_from_what_it_is_sent(label: str, tmp_path: Path) -> None:
-    """Before it ever took part and after each round, through the wire's bytes and back."""
-    federation = fresh(label, tmp_path)
-    method, model, state = federation.method, federation.model, federation.start()
-    for round in (1, 2, 3):
-        for who in federation.clients:
-            excerpt = excerpt_of(method, state, model, who)
-            sent = Payload(*unpack(pack(excerpt.tensors, excerpt.scalars)))
-            for memory in (Payload(), federation.memory.load(who.name, round)):
-                found, expected = (client_model(method, one, model, who, memory) for one in (sent, excerpt))
-                assert found.plan == expected.plan
-                assert found.tensors.keys() <= adapter_shapes(model, found.plan).keys()
-                assert_same_tensors(found.tensors, expected.tensors)
-                assert_same_tensors(found.merged, expected.merged)
-        state = method.aggregate(state, iter(train(federation, state, round)))
+    promises.clients_have_their_models_from_what_they_are_sent(rehearsed(label), tmp_path)
 
 
 @pytest.mark.parametrize("label", cases_variants_long())
@@ -290,26 +254,7 @@ def test_what_a_client_is_sent_has_no_row_for_each_client(label: str, tmp_path: 
 
 @pytest.mark.parametrize("label", cases_variants_long())
 def test_one_step_together_and_alone(label: str, tmp_path: Path) -> None:
-    """In fp32, to 1e-5 of the change of each part of an upload, in the first round and in the second."""
-    together, alone = fresh(label, tmp_path / "together"), fresh(label, tmp_path / "alone")
-    state = together.start()
-    for round in (1, 2):
-        pairs = zip(train(together, state, round), train(alone, state, round, cohort=1), strict=True)
-        uploads = []
-        for ours, theirs in pairs:
-            download = together.method.download(state, together.model, ours.client)
-            moved, expected = movement(ours, download), movement(theirs, download)
-            assert ours.payload.tensors.keys() == theirs.payload.tensors.keys()
-            assert ours.payload.scalars == theirs.payload.scalars
-            for part, changes in expected.items():
-                apart = norm(iter(moved[part][name] - change for name, change in changes.items()))
-                whole = norm(iter(changes.values()))
-                assert apart <= 1e-5 * whole + 1e-9, f"{ours.client.name}, {part}: {apart} of {whole}"
-            kept = alone.memory.load(theirs.client.name, round + 1).tensors
-            sizes = [norm(iter(part.values())) for part in (*expected.values(), kept) if part]
-            assert max(sizes) > 1e-4, "the step moved nothing that the client sends or keeps"
-            uploads.append(theirs)
-        state = together.method.aggregate(state, iter(uploads))
+    promises.clients_train_alike_in_company(rehearsed(label), tmp_path)
 
 
 @pytest.mark.parametrize("label", cases_variants_long())
@@ -365,19 +310,7 @@ def test_ten_steps_in_double_precision_together_and_alone(label: str, tmp_path: 
 
 @pytest.mark.parametrize("label", cases_alike_long())
 def test_a_round_leaves_the_backbone_as_it_was(label: str, tmp_path: Path) -> None:
-    """Bit by bit, in its weights and in what it computes."""
-    federation = fresh(label, tmp_path)
-    model, tokens = federation.backbone.model, torch.arange(3, 13)[None]
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():
-        said = model(input_ids=tokens).logits
-    state, _ = second_round(federation, SGD_STEP, cohort=2)
-    deployed(federation, state)
-    assert_same_tensors(model.state_dict(), before)
-    assert not any(weight.requires_grad or weight.grad is not None for weight in model.parameters())
-    assert federation.backbone.runtime.current is None
-    with torch.no_grad():
-        assert torch.equal(model(input_ids=tokens).logits, said)
+    promises.the_backbone_stays_as_it_was(rehearsed(label), tmp_path)
 
 
 # The server
@@ -385,138 +318,32 @@ def test_a_round_leaves_the_backbone_as_it_was(label: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("label", cases_alike_long())
 def test_the_state_survives_its_checkpoint(label: str, tmp_path: Path) -> None:
-    """Bit by bit, and so does the round that follows from it."""
-    federation = fresh(label, tmp_path)
-    state = federation.start()
-    for round in (1, 2):
-        checkpoint.save(tmp_path / "checkpoints", round, state, fingerprint="x")
-        restored = checkpoint.load(tmp_path / "checkpoints", round, fingerprint="x").state
-        assert restored.scalars == state.scalars
-        assert_same_tensors(restored.tensors, state.tensors)
-        uploads, again = train(federation, state, round), train(federation, restored, round)
-        for ours, theirs in zip(again, uploads, strict=True):
-            assert_same_tensors(ours.payload.tensors, theirs.payload.tensors)
-            assert ours.payload.scalars == theirs.payload.scalars
-        state = federation.method.aggregate(state, iter(uploads))
-        after = federation.method.aggregate(restored, iter(again))
-        assert after.scalars == state.scalars
-        assert_same_tensors(after.tensors, state.tensors)
+    promises.the_state_survives_its_checkpoint(rehearsed(label), tmp_path)
 
 
 @pytest.mark.parametrize("label", cases_variants_long())
 def test_uploads_are_what_the_server_expects(label: str, tmp_path: Path) -> None:
-    """Before and after the wire; one tensor less, one more, or one of another shape is refused."""
-    federation = fresh(label, tmp_path)
-    method, model, state = federation.method, federation.model, federation.start()
-    for round in (1, 2):
-        uploads = train(federation, state, round)
-        for sent in uploads:
-            download = method.download(state, model, sent.client)
-            needed = always_sent(method, model, [who.budget for who in federation.clients], sent.client)
-            check_received(download, needed, "the download")
-            check_received(excerpt_of(method, state, model, sent.client), needed, "the state")
-            for payload in (download, sent.payload):
-                travelled = decode(encode(payload))
-                assert_same_tensors(travelled.tensors, payload.tensors)
-                assert travelled.scalars == payload.scalars
-            expected = method.schema(model, sent.client, download)
-            check_upload(sent.payload, expected)
-            tensors, name = sent.payload.tensors, next(iter(expected.needed.tensors))
-            for wrong in (
-                {key: value for key, value in tensors.items() if key != name},
-                {**tensors, "other/tensor": torch.zeros(1)},
-                {**tensors, name: torch.zeros(1, 1, *tensors[name].shape)},
-            ):
-                with pytest.raises(UploadError, match=r"the upload lacks|other/tensor|has the shape"):
-                    check_upload(Payload(wrong), expected)
-        state = method.aggregate(state, iter(uploads))
+    promises.uploads_are_as_the_server_expects(rehearsed(label), tmp_path)
 
 
 @pytest.mark.parametrize("label", cases_alike_long())
 def test_aggregation_neither_depends_on_the_order_nor_holds_on_to_uploads(label: str, tmp_path: Path) -> None:
-    """An iterator is read once, front to back; an upload may be overwritten as soon as the next is asked for."""
-    federation = fresh(label, tmp_path)
-    state, uploads = second_round(federation, SGD_STEP, cohort=4)
-    aggregate = federation.method.aggregate
-    expected = aggregate(state, uploads)
-
-    def overwritten(members: list[Upload]) -> Iterator[Upload]:
-        for sent in members:
-            tensors = {name: value.clone() for name, value in sent.payload.tensors.items()}
-            yield replace(sent, payload=Payload(tensors, sent.payload.scalars))
-            for value in tensors.values():
-                value.fill_(float("nan") if value.is_floating_point() else 0)
-
-    found = aggregate(state, overwritten(uploads))
-    assert found.scalars == expected.scalars
-    assert_same_tensors(found.tensors, expected.tensors)
-    for order in itertools.islice(itertools.permutations(uploads), 5, 24, 6):
-        turned = aggregate(state, iter(order))
-        assert turned.scalars == expected.scalars
-        assert turned.tensors.keys() == expected.tensors.keys()
-        for name, value in expected.tensors.items():
-            torch.testing.assert_close(turned.tensors[name], value, rtol=1e-5, atol=1e-6)
+    promises.aggregation_knows_no_order_and_holds_no_upload(rehearsed(label), tmp_path)
 
 
 @pytest.mark.parametrize("label", cases_variants_long())
 def test_a_round_without_some_clients(label: str, tmp_path: Path) -> None:
-    """One client alone, then the others, then all: nothing is lost, nothing is not a number."""
-    federation = fresh(label, tmp_path)
-    state = federation.start()
-    for round, who in ((1, (1,)), (2, (0, 2, 3)), (3, (0, 1, 2, 3))):
-        state = federation.method.aggregate(state, iter(federation.train(state, round, who)))
-        assert all(bool(value.isfinite().all()) for value in state.tensors.values() if value.is_floating_point())
-        for seen in federation.method.observe(state, federation.model):
-            sizes = (len(seen.rows), len(seen.columns)) if seen.columns else (len(seen.rows),)
-            assert tuple(seen.values.shape) == sizes, seen.name
-        deployed(federation, state, round)
+    promises.a_round_goes_without_some_clients(rehearsed(label), tmp_path)
 
 
 @pytest.mark.parametrize("label", cases_alike_long())
 def test_an_upload_of_the_round_before_arrives_in_the_next(label: str, tmp_path: Path) -> None:
-    """It is aggregated behind the others' or by itself, and whoever sent it takes part again like anybody else."""
-    federation = fresh(label, tmp_path)
-    method, model = federation.method, federation.model
-    late, state = federation.train(federation.start(), 1, (0,)), federation.start()
-    state = method.aggregate(state, iter(federation.train(state, 1, (1, 2, 3))))
-    others = federation.train(state, 2, (1, 2, 3))
-    for arrived in (others + late, late):
-        after = method.aggregate(state, iter(arrived))
-        for sent in train(federation, after, 3):
-            expected = method.schema(model, sent.client, method.download(after, model, sent.client))
-            check_upload(sent.payload, expected)
-            assert not sent.payload.scalars.get("lost"), f"{sent.client.name} was taken for one that has what it needs"
-        deployed(federation, after, 3)
+    promises.a_late_upload_counts_in_the_next_round(rehearsed(label), tmp_path)
 
 
 @pytest.mark.parametrize("label", cases_alike_long())
 def test_a_client_that_lost_its_memory_takes_part_again(label: str, tmp_path: Path) -> None:
-    federation = fresh(label, tmp_path)
-    method, model, state = federation.method, federation.model, federation.start()
-    state = method.aggregate(state, iter(train(federation, state)))
-    shutil.rmtree(federation.memory.folder / CLIENTS[1].name, ignore_errors=True)
-    uploads = train(federation, state, 2)
-    for sent in uploads:
-        expected = method.schema(model, sent.client, method.download(state, model, sent.client))
-        check_upload(sent.payload, expected)
-    deployed(federation, method.aggregate(state, iter(uploads)))
-
-
-def deployed(federation: Federation, state: Payload, round: int = 2) -> None:
-    """Asserts that every model of a state has the tensors of its plan, and loads them."""
-    method, model = federation.method, federation.model
-    models = [method.deploy(state, model, who.budget) for who in federation.clients]
-    assert {one is not None for one in models} == {method.facts.has_global_model}
-    for who in federation.clients:
-        excerpt = excerpt_of(method, state, model, who)
-        for memory in (federation.memory.load(who.name, round + 1), Payload()):
-            models.append(client_model(method, excerpt, model, who, memory))
-    for deployment in (one for one in models if one is not None):
-        assert deployment.plan.merges or not deployment.merged
-        shapes = {name: tuple(value.shape) for name, value in deployment.tensors.items()}
-        assert shapes == {name: tuple(shape) for name, shape in adapter_shapes(model, deployment.plan).items()}
-        with SlotModel(federation.backbone, [deployment.plan]) as slots:
-            slots.load(0, deployment.tensors)
+    promises.a_client_may_lose_its_memory(rehearsed(label), tmp_path)
 
 
 # The whole run
