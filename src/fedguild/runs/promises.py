@@ -32,7 +32,8 @@ from fedguild.core.packing import pack, unpack
 from fedguild.core.payload import Payload
 from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded
-from fedguild.engines.local import CohortSize, LocalEngine
+from fedguild.engines.cohorts import CohortSize
+from fedguild.engines.local import LocalEngine
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import adapter_shapes
@@ -41,8 +42,9 @@ from fedguild.runs.setup import prepare
 from fedguild.runs.setup.fitting import fitted, method_of
 from fedguild.server import checkpoint
 from fedguild.server.engine import Delivery, Task
-from fedguild.server.method import Method, Roster, Upload, always_sent, client_model, excerpt_of
+from fedguild.server.method import Method, Roster, always_sent, client_model, excerpt_of
 from fedguild.server.schema import Schema
+from fedguild.server.terms import Upload
 from fedguild.server.validation import check_received, check_upload
 
 ONE_STEP = {
