@@ -16,7 +16,6 @@ from fedguild.data.corpora.registry import CORPORA
 from fedguild.federation.serving import serve
 from fedguild.federation.site import ServerSettings
 from fedguild.federation.testing import LoopbackTransport
-from fedguild.measuring.scores.metrics import METRICS
 from fedguild.methods import METHODS, build_method
 from fedguild.methods.fedit import FedIT
 from fedguild.runs.callbacks import CALLBACKS
@@ -104,8 +103,8 @@ def test_a_method_without_settings_has_no_options(monkeypatch: pytest.MonkeyPatc
     assert build_method(f"{__name__}:Plain").settings.model_dump() == {}
 
 
-def test_other_kinds_have_registered_names_only() -> None:
-    for kind in (CALLBACKS, CORPORA, METRICS):
+def test_callbacks_and_corpora_have_registered_names_only() -> None:
+    for kind in (CALLBACKS, CORPORA):
         with pytest.raises(ConfigError, match=r"There is no .* 'antigravity:fly'"):
             kind.load("antigravity:fly")
     assert "antigravity" not in sys.modules

@@ -83,7 +83,7 @@ class Plugins(Generic[T]):
         dashes: Whether `_` in a file name becomes `-` in the plug-in's name.
         listed: Returns name -> title of the built-in plug-ins that are data, not modules; `accept` receives None.
         unregistered: Whether `module:attribute` is a name, too. To load it runs code: `fedguild.config.trust` says of
-            which configs, and `fedguild.methods.require_registered` keeps it from sites.
+            which configs, and `require_registered` of methods and `load_metrics` keep it from federations.
     """
 
     noun: str

@@ -10,7 +10,6 @@ from fedguild.core.errors import ConfigError, FedGuildError
 from fedguild.measuring.scores.metrics import (
     METRICS,
     exact_match,
-    import_metrics,
     load_metrics,
     measure,
     rouge_l,
@@ -103,30 +102,28 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("functions")
 def test_a_function_of_a_module_in_the_working_folder_is_a_metric():
-    found = import_metrics(["exact_match", "my_functions:length"])
-    assert measure(found, "four", "") == {"my_functions:length": 4.0}
-    import_metrics(["json:dumps"])
+    name = "my_functions:length"
+    assert measure({name: METRICS.load(name)}, "four", "") == {name: 4.0}
+    assert METRICS.origin(name).startswith("my_functions, SHA-256 ")
+    METRICS.load("json:dumps")
 
 
 @pytest.mark.usefixtures("functions")
 @pytest.mark.parametrize(
     ("name", "problem"),
     [
-        ("nowhere:length", "there is no module nowhere.\n.*in the working folder"),
-        ("my_functions.deeper:length", "there is no module my_functions.deeper"),
-        ("my_functions:breadth", "the module my_functions has no breadth"),
-        ("my_functions:", "is not MODULE:FUNCTION"),
-        (":length", "is not MODULE:FUNCTION"),
-        ("my_functions:word", "is a str, not a function"),
-        (
-            "my_broken:length",
-            "importing my_broken failed with ModuleNotFoundError: No module named 'a_missing_package'",
-        ),
+        ("nowhere:length", "No module named 'nowhere'\n.*in the working folder"),
+        ("my_functions.deeper:length", "No module named 'my_functions.deeper'"),
+        ("my_functions:breadth", "module 'my_functions' has no attribute 'breadth'"),
+        ("my_functions:", r"it is not module:attribute\.\n"),
+        (":length", r"it is not module:attribute\.\n"),
+        ("my_functions:word", "a metric is a function of two texts, not a str"),
+        ("my_broken:length", r"ModuleNotFoundError: No module named 'a_missing_package' \(my_broken, line 1\)"),
     ],
 )
 def test_what_cannot_be_imported_as_a_metric_says_why(name: str, problem: str):
-    with pytest.raises(ConfigError, match=f"evaluation.metrics: '{name}'.*{problem}"):
-        import_metrics([name])
+    with pytest.raises(ConfigError, match=f"The metric {name} .*cannot be used: .*{problem}"):
+        METRICS.load(name)
 
 
 def test_a_function_is_imported_only_where_the_config_is_this_users():

@@ -11,6 +11,7 @@ from fedguild.client.budget import Budget, ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
 from fedguild.core.layout import MEMORY
+from fedguild.core.plugins import is_target
 from fedguild.core.progress import Progress, Silent
 from fedguild.core.score_names import metric_name
 from fedguild.data.corpora import corpus_spec
@@ -19,7 +20,7 @@ from fedguild.data.given import GivenData
 from fedguild.data.partition import PartitionTable
 from fedguild.data.rendering import require_chat_template, set_chat_template
 from fedguild.data.view import duplicates_between
-from fedguild.measuring.scores.metrics import Metric, import_metrics, load_metrics, measure
+from fedguild.measuring.scores.metrics import METRICS, Metric, load_metrics, measure
 from fedguild.measuring.scores.preferences import ACCURACY
 from fedguild.model.backbone import Backbone, inspect_model, later_backbone, load_backbone, pick_device
 from fedguild.model.info import ModelInfo
@@ -59,7 +60,8 @@ def prepare(
     if trains:
         require_start(config)
     given, own_metrics = method_of(config), dict(metrics or {})
-    own_metrics |= import_metrics(name for name in config.evaluation.metrics if name not in own_metrics)
+    functions = filter(is_target, config.evaluation.metrics)
+    own_metrics |= {name: METRICS.load(name) for name in functions if name not in own_metrics}
     load_metrics(name for name in config.evaluation.metrics if name not in own_metrics)
     model = model_of(config)
     method = fitted(given, config, model)

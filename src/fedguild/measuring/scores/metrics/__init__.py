@@ -2,20 +2,18 @@
 
 A metric is a function of the generated text and the reference that returns a number, from 0 (wrong) to 1 (equal to the
 reference). A module in this folder defines it as `score`, and the file's name is the metric's name. A metric of another
-package is an entry point in the group `fedguild.metrics`. A config may also name a Python function, `module:function`.
+package is an entry point in the group `fedguild.metrics`. On one machine a config may also name a Python function,
+`module:function`.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
 from numbers import Real
 
 from fedguild.core.errors import ConfigError, FedGuildError, first_line, nearest
-from fedguild.core.plugins import Plugins, is_target, search_working_folder
+from fedguild.core.plugins import Plugins, is_target
 
 Metric = Callable[[str, str], float]
 """(generated text, reference) -> score."""
@@ -31,14 +29,14 @@ def _accepted(name: str, loaded: object) -> Metric:
     return loaded
 
 
-METRICS = Plugins("metric", "fedguild.measuring.scores.metrics", "fedguild.metrics", _accepted, attribute="score")
+METRICS = Plugins("metric", __name__, "fedguild.metrics", _accepted, attribute="score", unregistered=True)
 
 
 def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
-    """Returns the metrics that a config asks for, by name.
+    """Returns the registered metrics that a config asks for, by name.
 
     Raises:
-        ConfigError: a name is unknown, or its package is broken.
+        ConfigError: a name is unknown or `module:function`, or its package is broken.
     """
     wanted = list(names)
     for name in wanted:
@@ -54,38 +52,6 @@ def load_metrics(names: Iterable[str]) -> dict[str, Metric]:
                 "or score the run.",
             )
     return {name: METRICS.load(name) for name in wanted}
-
-
-def import_metrics(names: Iterable[str]) -> dict[str, Metric]:
-    """Returns the Python functions among some metrics, by name, from installed packages or the working folder.
-
-    That runs code: `fedguild.config.trust` says of which configs. Nothing that a server sends to a site comes here.
-
-    Raises:
-        ConfigError: there is no such module or function, or importing it fails.
-    """
-    return {name: _imported(name) for name in names if is_target(name)}
-
-
-def _imported(name: str) -> Metric:
-    module, _, attribute = name.partition(":")
-    search_working_folder()
-    hint = "A metric is MODULE:FUNCTION, and the function takes two texts, the answer and the reference."
-    if not (module and attribute):
-        raise ConfigError(f"evaluation.metrics: '{name}' is not MODULE:FUNCTION.", hint)
-    try:
-        found: object = getattr(import_module(module), attribute)
-    except Exception as error:  # code of the user's
-        problem = f"importing {module} failed with {type(error).__name__}: {first_line(error)}"
-        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
-            problem = f"there is no module {error.name}"
-            hint = f"It has to be installed or in the working folder, {os.getcwd()}."
-        elif isinstance(error, AttributeError) and module in sys.modules:
-            problem = f"the module {module} has no {attribute}"
-        raise ConfigError(f"evaluation.metrics: '{name}': {problem}.", hint) from error
-    if not callable(found):
-        raise ConfigError(f"evaluation.metrics: '{name}' is a {type(found).__name__}, not a function.", hint)
-    return found
 
 
 def measure(metrics: Mapping[str, Metric], prediction: str, reference: str) -> dict[str, float]:
