@@ -21,8 +21,9 @@ from fedguild.federation.commands import DATABASE
 from fedguild.federation.site import load_server
 
 ATTEMPTS = 20
-_PASSING = shutil.ignore_patterns(".*.part", "*.lock", ".lock.json", UPLOADS)
-_LOGS = shutil.ignore_patterns(".*.part", "*.lock", ".lock.json", UPLOADS, "*.jsonl")
+_PASSING = (".*.part", "*.lock", ".lock.json", UPLOADS)
+_ignore_passing = shutil.ignore_patterns(*_PASSING)
+_ignore_logs_too = shutil.ignore_patterns(*_PASSING, "*.jsonl")
 
 
 def back_up(folder: Path, copy: Path) -> None:
@@ -61,7 +62,7 @@ def _copy_state(state: Path, copy: Path) -> None:
 
     def left_out(at: str, names: list[str]) -> set[str]:
         here = [name for name in names if name == RUN or name.startswith(DATABASE)] if at == str(state) else []
-        return {*here, *_PASSING(at, names)}
+        return {*here, *_ignore_passing(at, names)}
 
     shutil.copytree(state, copy, symlinks=True, ignore=left_out, dirs_exist_ok=True)
     if (state / DATABASE).is_file():
@@ -75,7 +76,7 @@ def _copy_unchanging(run: Path, copy: Path) -> None:
     for _ in range(ATTEMPTS):
         before = _files(run)
         try:
-            shutil.copytree(run, copy, symlinks=True, ignore=_LOGS)
+            shutil.copytree(run, copy, symlinks=True, ignore=_ignore_logs_too)
         except shutil.Error:
             if _files(run) == before:
                 raise
@@ -91,7 +92,7 @@ def _files(run: Path) -> set[tuple[str, ...]]:
     """Returns the names of what `_copy_unchanging` copies."""
     found = set[tuple[str, ...]]()
     for at, folders, files in os.walk(run):
-        skipped = _LOGS(at, [*folders, *files])
+        skipped = _ignore_logs_too(at, [*folders, *files])
         folders[:] = [name for name in folders if name not in skipped]
         found |= {(at, name) for name in files if name not in skipped}
     return found
