@@ -80,6 +80,12 @@ def test_the_corpus_tests_a_client_in_the_proportions_of_its_labels():
     assert Counter(example.label for example in only_b.test) == {"b": 20}
 
 
+def test_the_corpus_tests_a_client_with_all_of_its_rarest_label():
+    two_to_one = [*range(26), *range(60, 73)]  # 39 * (30 / 26) is 44.99… in floating point
+    (data,) = split_clients(CORPUS, [two_to_one], SplitSettings(test_source="corpus"), seed=0)
+    assert Counter(example.label for example in data.test) == {"a": 30, "b": 15}
+
+
 def test_labels_without_test_examples():
     corpus = Corpus("made", examples("zzza"), examples("aa"))
     (data,) = split_clients(corpus, [[0, 1, 2, 3]], SplitSettings(test_source="corpus"), seed=0)

@@ -100,10 +100,10 @@ def _matching_test(corpus: Corpus, share: Sequence[Example], client: int, rng: n
             f"None of client {client}'s labels is among the test examples of the corpus '{corpus.name}'.",
             "Set the test source to client.",
         )
-    weights = np.array([share_counts[label] for label in sorted(share_counts)], dtype=np.float64)
+    weights = np.array([share_counts[label] for label in sorted(share_counts)])
     available = np.array([len(pool[label]) for label in sorted(share_counts)])
-    total = int(weights.sum() * (available / weights).min())
-    counts = np.minimum(apportion(weights, max(total, 1)), available)
+    total = int((weights.sum() * available // weights).min())
+    counts = np.minimum(apportion(weights.astype(np.float64), max(total, 1)), available)
     drawn = [
         example
         for label, count in zip(sorted(share_counts), counts.tolist(), strict=True)
