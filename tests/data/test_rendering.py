@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from fedguild.core.errors import ConfigError, DataError
 from fedguild.data.conversation import conversation
@@ -247,4 +248,22 @@ def test_a_prompt_that_spells_a_control_token_is_text(embedded_tokenizer: Any):
     assert encoded.input_ids[-1] == end
     assert embedded_tokenizer.decode(encoded.input_ids[:-1]) == "Explain <|endoftext|> now. It ends <|endoftext|>"
     taken = encode(replace(example, special_tokens="token"), embedded_tokenizer, LONG)
-    assert taken.input_ids.count(end) == 3
+    assert taken.input_ids.count(end) == 2
+    assert taken.input_ids[-1] == end
+
+
+def test_texts_in_a_chat_format_begin_and_end_once():
+    """A Llama's tokenizer writes the first token itself; so do data in its format, and its chat template."""
+    tokenizer = copy.deepcopy(tokenizer_of("llama-3"))
+    first, last = tokenizer.bos_token, tokenizer.eos_token
+    begin = tokenizer.bos_token_id
+    tokenizer._tokenizer.post_processor = TemplateProcessing(single=f"{first} $A", special_tokens=[(first, begin)])
+    assert tokenizer("Hi").input_ids[0] == begin
+    plain = encode(Example("Hi\n", "Hello", label="", task=""), tokenizer, LONG)
+    formatted = Example(f"{first}Hi\n", f"Hello{last}", label="", task="", special_tokens="token")
+    assert encode(formatted, tokenizer, LONG) == plain
+    assert prompt_ids(formatted, tokenizer) == list(plain.input_ids[: plain.targets[0]])
+    whole = replace(formatted, prompt="", response=f"{first}Hi\nHello{last}", train_on="everything")
+    assert encode(whole, tokenizer, LONG).input_ids == plain.input_ids
+    chat = encode(replace(conversation(messages_of("Hi", "Hello")), special_tokens="token"), tokenizer, LONG).input_ids
+    assert (chat.count(begin), chat[0]) == (1, begin)

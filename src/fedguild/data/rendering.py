@@ -39,7 +39,7 @@ Span = tuple[int, int]
 
 
 def encode(example: Example, tokenizer: Any, max_tokens: int) -> Encoded:
-    """Returns the example as token ids; a response is closed by the end-of-sequence token.
+    """Returns the example as token ids; a response is closed by one end-of-sequence token.
 
     A text longer than `max_tokens` loses its beginning, never that of its response (of a conversation: its last turn);
     a response that is too long on its own is cut at its end. Both texts of a preference pair lose as many tokens of
@@ -119,8 +119,10 @@ def prompt_ids(example: Example, tokenizer: Any) -> list[int]:
 
 
 def encode_prompt(prompt: str, tokenizer: Any, special_tokens: SpecialTokens = "text") -> list[int]:
-    """Returns the prompt's token ids, preceded by the tokenizer's special tokens."""
+    """Returns the prompt's token ids, preceded by the tokenizer's special tokens, unless it begins with its own."""
     ids = _text_ids(prompt, tokenizer, special_tokens, add_special_tokens=True)
+    if special_tokens == "token" and ids[:2] == [tokenizer.bos_token_id] * 2:
+        ids = ids[1:]
     if ids and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     return ids
@@ -171,7 +173,10 @@ def _tokens(example: Example, tokenizer: Any) -> tuple[list[int], list[int]]:
     prompt = encode_prompt(example.prompt, tokenizer, example.special_tokens)
     text = response_text(example.prompt, example.response)
     response = _text_ids(text, tokenizer, example.special_tokens, add_special_tokens=False)
-    return prompt, response if tokenizer.eos_token_id is None else [*response, tokenizer.eos_token_id]
+    if example.special_tokens == "token" and prompt == response[:1] == [tokenizer.bos_token_id]:
+        response = response[1:]
+    closed = tokenizer.eos_token_id is None or response[-1:] == [tokenizer.eos_token_id]
+    return prompt, response if closed else [*response, tokenizer.eos_token_id]
 
 
 def _lengths(example: Example, tokenizer: Any) -> tuple[int, int]:
