@@ -244,6 +244,38 @@ def test_a_base_with_code_of_its_own(with_own_code: Path, tmp_path: Path) -> Non
     assert export(received, None, tmp_path / "again", "merged").format == "merged"
 
 
+def test_a_tokenizer_with_code_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code goes along, cards say that it runs, and a conversion runs that of the base, which alone is trusted."""
+    base = save_model(tmp_path / "base", "llama")
+    (base / "tokenization_own.py").write_text(
+        "from transformers import PreTrainedTokenizerFast\n\n\nclass OwnTokenizerFast(PreTrainedTokenizerFast):\n"
+        "    kind = 'own'\n"
+    )
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    settings |= {"auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizerFast"]}}
+    settings |= {"tokenizer_class": "OwnTokenizerFast"}
+    (base / "tokenizer_config.json").write_text(json.dumps(settings))
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "settings"))
+    method = {"name": "fedit", "rank": 2, "targets": ["attention"]}
+    experiment.run(config_of("own", method, base, trust_remote_code=True), tmp_path / "run")
+    adapter = export(tmp_path / "run", None, tmp_path / "adapter").folder
+    with (adapter / "tokenization_own.py").open("a") as code:
+        code.write("\nraise RuntimeError('the code of an adapter')\n")
+    folders = [
+        export(tmp_path / "run", None, tmp_path / "merged", "merged").folder,
+        export(adapter, None, tmp_path / "converted", "merged").folder,
+    ]
+    for folder in folders:
+        loaded: dict[str, Any] = {"folder": str(folder)}
+        exec(code_of((folder / "README.md").read_text()), loaded)
+        assert loaded["tokenizer"].kind == "own"
+        assert loaded["tokenizer"]("red green").input_ids
+    received = adapter.rename(tmp_path / "received")
+    with pytest.raises(ConfigError, match="asks to run the Python code that comes with the model"):
+        export(received, None, tmp_path / "again", "merged")
+
+
 @pytest.mark.parametrize(
     ("form", "told"),
     [

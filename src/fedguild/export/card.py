@@ -81,8 +81,8 @@ def per_expert_card(origin: Origin, model: ModelInfo, deployment: Deployment) ->
 def code_card(origin: Origin, model: ModelInfo, deployment: Deployment) -> str:
     load = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        "model = AutoModelForCausalLM.from_pretrained(folder" + TRUSTING + ")",
+        f"tokenizer = AutoTokenizer.from_pretrained(folder{TRUSTING})",
+        f"model = AutoModelForCausalLM.from_pretrained(folder{TRUSTING})",
     )
     parts = ", ".join(type(part).__name__ for part in deployment.plan.parts if not part.folds_into_weights)
     facts = {**_facts(origin, model, deployment), "beside the weights": f"{parts}, in `modeling_fedguild.py`"}
@@ -95,11 +95,11 @@ def merged_card(origin: Origin, model: ModelInfo, deployment: Deployment, *, own
     scales = output_scales(model, deployment).values()
     if any(scale != 1.0 for scale in scales):
         facts["output scale"] = f"{min(scales):.4g} to {max(scales):.4g}, folded into the experts' down projections"
-    auto_class = _auto_class(model)
+    auto_class, arguments = _auto_class(model), f"folder{TRUSTING if own_code else ''}"
     load = (
         f"from transformers import {auto_class}, AutoTokenizer",
-        "tokenizer = AutoTokenizer.from_pretrained(folder)",
-        f"model = {auto_class}.from_pretrained(folder{TRUSTING if own_code else ''})",
+        f"tokenizer = AutoTokenizer.from_pretrained({arguments})",
+        f"model = {auto_class}.from_pretrained({arguments})",
     )
     return _card("transformers", "A language model with a LoRA adapter merged in", origin, facts, load)
 

@@ -100,9 +100,14 @@ def _write_generation_config(folder: Path, model: Any, tokenizer: Any) -> None:
         write_json(file, json.loads(file.read_text("utf-8")) | {"eos_token_id": sorted(known | ends)})
 
 
-def has_own_code(model: Any) -> bool:
-    """Whether a model's code, or its config's, comes from its folder or repository instead of from transformers."""
-    return bool(type(model)._auto_class or type(model.config)._auto_class)
+def has_own_code(backbone: Backbone) -> bool:
+    """Whether a model's code, its config's or its tokenizer's comes with the model instead of from transformers."""
+    return any(map(is_own, (backbone.model, backbone.model.config, backbone.tokenizer)))
+
+
+def is_own(loaded: Any) -> bool:
+    """Whether the class of a model, config or tokenizer comes from a model's folder or repository."""
+    return bool(getattr(type(loaded), "_auto_class", None))
 
 
 def require_mergeable(backbone: Backbone) -> None:
@@ -173,7 +178,7 @@ def _write_config(folder: Path, backbone: Backbone, active_experts: int | None, 
                 "Export a budget with all of them.",
             )
         setattr(config.get_text_config(), key, active_experts)
-    if type(backbone.model)._auto_class:
+    if is_own(backbone.model):
         custom_object_save(backbone.model, folder, config=config)
     for name, value in settings.items():
         setattr(config, name, value)

@@ -46,7 +46,7 @@ from fedguild.export.manifest import (
     read_manifest,
     write_manifest,
 )
-from fedguild.export.merged import has_own_code, require_mergeable, write_merged
+from fedguild.export.merged import has_own_code, is_own, require_mergeable, write_merged
 from fedguild.export.per_expert import factors_from_experts, write_per_expert
 from fedguild.export.weights import beyond_weights, in_one_adapter
 from fedguild.measuring.log.folder import load_run
@@ -225,7 +225,7 @@ def _write(source: _Source, output: Path, format: Form) -> Exported:
     written, reason = _possible(source, format)
     backbone, deployment, origin = source.backbone, source.deployment, source.origin
     model, adapter = backbone.info, written in ("peft", "per-expert")
-    own_code = has_own_code(backbone.model)
+    own_code = has_own_code(backbone)
     if not adapter:
         require_mergeable(backbone)
     with new_folder(output) as folder:
@@ -286,8 +286,9 @@ def _converted(folder: Path, output: Path, format: Form) -> Exported:
         require_trusted(folder / MANIFEST, code_of_model(path))
     given = {"path": path, **base.model_dump(include={"revision", "dtype", "trust_remote_code"})}
     backbone = load_backbone(**ModelSettings(**given).model_dump())
-    if (folder / "tokenizer_config.json").is_file():
-        backbone.tokenizer = load_tokenizer(str(folder))
+    if (folder / "tokenizer_config.json").is_file():  # with the base model's code, which alone is trusted
+        own = type(backbone.tokenizer).from_pretrained if is_own(backbone.tokenizer) else load_tokenizer
+        backbone.tokenizer = own(str(folder))
     tensors = load_file(folder / WEIGHTS_FILE)
     if manifest.form == "peft":
         factors = factors_from_peft(backbone.info, manifest.plan, tensors)
@@ -406,7 +407,7 @@ def _chosen(experiment: Experiment, state: Payload, number: int, subject: Subjec
     base_code = f'"{path}"' if on_hub else f'folder + "/{BASE}"'
     if on_hub and revision:
         base_code += f', revision="{revision}"'
-    if has_own_code(experiment.backbone.model):
+    if has_own_code(experiment.backbone):
         base_code += TRUSTING
     origin = Origin(
         run=experiment.config.name,
