@@ -151,10 +151,27 @@ def test_a_start_that_fails_is_told_with_its_own_error(monkeypatch, fails, told,
     assert isinstance(caught.value.__cause__, cause)
 
 
-def test_a_start_that_fails_with_the_clients_is_told_unless_their_made_up_examples_explain_it(monkeypatch):
-    with pytest.raises(ConfigError, match="flame cannot begin: its `start` raises KeyError: 'x'"):
-        check_start(monkeypatch, lambda _, model, roster, rng: {0: roster.clients}["x"])
-    check_start(monkeypatch, lambda _, model, roster, rng: 1 / (roster.clients[0].examples - 1))
+@pytest.mark.parametrize(
+    ("fails", "told"),
+    [
+        (lambda clients: {0: clients}["x"], "KeyError: 'x'"),
+        (lambda clients: torch.ones(2, len(clients)) @ torch.ones(2), "RuntimeError: .*size"),
+    ],
+)
+def test_a_start_that_fails_with_the_clients_is_told(monkeypatch, fails, told):
+    with pytest.raises(ConfigError, match=f"flame cannot begin: its `start` raises {told}"):
+        check_start(monkeypatch, lambda _, model, roster, rng: fails(roster.clients))
+
+
+@pytest.mark.parametrize(
+    "fails_with_one",
+    [
+        lambda examples: 1 / (examples - 1),
+        lambda examples: torch.multinomial(torch.tensor([float(examples > 1), 0.0]), 1),
+    ],
+)
+def test_a_start_that_may_fail_for_the_made_up_examples_is_left_to_the_run(monkeypatch, fails_with_one):
+    check_start(monkeypatch, lambda _, model, roster, rng: fails_with_one(roster.clients[0].examples))
 
 
 def test_a_federation_waits_for_all_clients_where_a_start_needs_them_or_values(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from fedguild.client.budget import Budget, ClientInfo
 from fedguild.config import Config
@@ -32,6 +33,9 @@ from fedguild.server.method import (
     takes_means,
 )
 from fedguild.server.optimizer import takes_steps
+
+_MANY = 1000
+"""Examples that stand for many."""
 
 
 def check_config(config: Config) -> None:
@@ -194,12 +198,12 @@ def _require_device(method: Method, config: Config) -> None:
 def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets: Mapping[str, Budget]) -> None:
     """Raises ConfigError if the method cannot begin with these budgets or clients, before any round.
 
-    It begins on shapes alone, with one example for each client. Faults that depend on values or examples are found when
-    the run begins. So is a limit on bytes below the first round's, if these depend on values.
+    It begins on shapes alone, with one example for each client; if that fails, with many. Faults that depend on values
+    or examples are found when the run begins. So is a limit on bytes below the first round's, if these depend on
+    values.
     """
-    clients = [
-        ClientInfo(index, budgets[tier.name], 1) for index, tier in enumerate(config.federation.budget_per_client())
-    ]
+    tiers = config.federation.budget_per_client()
+    clients = [ClientInfo(index, budgets[tier.name], 1) for index, tier in enumerate(tiers)]
     try:
         state = _first_state(method, model, Roster(list(budgets.values())), config.seed)
     except ClientsUnknownError:
@@ -219,7 +223,7 @@ def _require_beginning(method: Method, config: Config, model: ModelInfo, budgets
 
 
 def _first_state(method: Method, model: ModelInfo, roster: Roster, seed: int) -> Payload | None:
-    """Returns the method's state before the first round, as shapes alone; None if the method needs values for it.
+    """Returns the method's state before the first round, as shapes alone; None if it needs values or examples.
 
     Raises:
         FedGuildError: the method refuses the budgets or the clients.
@@ -231,9 +235,23 @@ def _first_state(method: Method, model: ModelInfo, roster: Roster, seed: int) ->
     except (FedGuildError, ClientsUnknownError):
         raise
     except Exception as error:
-        if roster.known is not None and isinstance(error, ArithmeticError | RuntimeError | ValueError):
-            return None  # the numbers of examples are made up
+        if isinstance(error, ArithmeticError | RuntimeError | ValueError) and _begins_with_more(
+            method, model, roster, seed
+        ):
+            return None
         raise ConfigError(
             f"{method.name} cannot begin: its `start` raises {type(error).__name__}: {error}",
             "`fedguild --debug` shows the traceback.",
         ) from error
+
+
+def _begins_with_more(method: Method, model: ModelInfo, roster: Roster, seed: int) -> bool:
+    """Whether a method begins if the known clients have many examples instead, each another number of them."""
+    if roster.known is None:
+        return False
+    clients = [replace(client, examples=_MANY + client.index) for client in roster.known]
+    try:
+        start_on_shapes(method, model, replace(roster, known=clients), starting_rng(method, seed))
+    except Exception:
+        return False
+    return True
