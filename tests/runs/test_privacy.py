@@ -136,6 +136,19 @@ def test_a_client_whose_budget_is_spent_stops_and_the_run_ends(olmoe_folder: Pat
     assert all(sum(release.times for release in ledger.releases(f"client-{c:03d}").values()) == 2 for c in range(3))
 
 
+def test_a_run_ends_before_a_round_of_fewer_clients_than_its_quorum(olmoe_folder: Path, tmp_path: Path) -> None:
+    """A client with more examples spends less: the one that could go on would be aggregated alone."""
+    given = (*EXAMPLE, "privacy.noise_multiplier=6", "federation.rounds=3", "training.steps=8")
+    sizes = experiment.prepare_data(private_config(olmoe_folder, *given)).sizes()["train"]
+    one, two = (sorted(epsilon([Release(6.0, steps, min(1.0, 2 / n))], 1e-5) for n in sizes) for steps in (8, 16))
+    budget = (two[0] + two[1]) / 2
+    assert one[1] < budget, "two can afford the first round"
+    result = experiment.run(private_config(olmoe_folder, *given, f"privacy.max_epsilon={budget}"), tmp_path)
+    assert result.rounds == 1
+    assert result.stopped == "all but 1 of the clients' privacy budgets are spent, and the quorum is 2"
+    assert len(spent(tmp_path)[-1].stopped) == 2
+
+
 def test_a_run_lets_its_accounts_decide_about_further_attempts(olmoe_folder, tmp_path, monkeypatch):
     asked: list[Any] = []
 

@@ -30,6 +30,12 @@ def test_the_number_is_rounded_half_up_and_never_below_one(total, participation,
     assert drawn == sorted(drawn)
 
 
+def test_no_fewer_are_drawn_than_are_needed():
+    assert len(sample(1, clients(8), 0.25, seed=3, least=4)) == 4
+    assert len(sample(1, clients(8), 0.75, seed=3, least=4)) == 6
+    assert len(sample(1, clients(3), 0.25, seed=3, over_selection=0.5, least=4)) == 3
+
+
 def test_the_draw_repeats_whatever_the_order_and_differs_by_round_and_seed():
     drawn = indices(sample(3, clients(40), 0.25, seed=5))
     assert indices(sample(3, clients(40)[::-1], 0.25, seed=5)) == drawn
@@ -53,7 +59,7 @@ def test_a_quorum_is_a_share_rounded_up_and_at_least_one(asked, quorum, expected
 
 def test_too_few_valid_uploads_raise_with_counts_and_reasons():
     with pytest.raises(QuorumError) as caught:
-        require_quorum(1, 4, 0.5, {"client-003": "no reply", "client-001": "NaN in 'adapter/x'"})
+        require_quorum(1, 4, 2, {"client-003": "no reply", "client-001": "NaN in 'adapter/x'"})
     assert caught.value.message == (
         "1 of 4 clients delivered a valid upload, but the quorum is 2."
         "\n  client-001: NaN in 'adapter/x'\n  client-003: no reply"

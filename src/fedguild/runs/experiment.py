@@ -81,7 +81,7 @@ from fedguild.server.method import Roster, returned, starting_rng
 from fedguild.server.optimizer import own_state
 from fedguild.server.round import Again, Outcome, RoundSetup
 from fedguild.server.rounds import run_round
-from fedguild.server.sampling import sample
+from fedguild.server.sampling import quorum_count
 
 __all__ = ["PreparedData", "RunResult", "evaluate", "prepare_data", "restore", "resume", "run"]
 
@@ -336,6 +336,7 @@ class _Rounds:
             _again(privacy, self.bytes_left),
             config.evaluation.diagnostics,
             self.note,
+            quorum_count(config.federation.wanted_uploads, config.federation.quorum),
         )
 
     def run(self, *, saved_again: bool = False) -> RunResult:
@@ -375,11 +376,13 @@ class _Rounds:
             return ()
         if experiment.remote is not None:
             experiment.clients = experiment.remote.current()
-        clients = experiment.clients if self.privacy is None else _charged(experiment, number)
-        if not clients:
-            _all_stopped(experiment, self.state, self.last, self.accepted)
-            self.delivery.stop("every client's privacy budget is spent")
-            return ()
+        clients = experiment.clients
+        if self.privacy is not None:
+            clients = [client for client in clients if self.privacy.accounts.affords(client, number)]
+            if len(clients) < self.setup.least:
+                self._stop_for_privacy(len(clients))
+                return ()
+            self.privacy.accounts.charge(number, self.setup.sampled(number, clients), clients)
         refusal = "" if self.bytes_left is None else self._bytes_refusal(self.bytes_left, clients, number)
         if refusal:
             _score_last(experiment, self.state, self.last, self.accepted)
@@ -389,11 +392,29 @@ class _Rounds:
         self.delivery.round_started(number)
         return clients
 
+    def _stop_for_privacy(self, able: int) -> None:
+        """Ends the run, as only `able` clients can afford another round, and scores the last one.
+
+        Raises:
+            ConfigError: not even the first round was affordable.
+        """
+        experiment, quorum = self.experiment, f"the quorum is {self.setup.least}"
+        if self.last == 0:
+            raise ConfigError(
+                f"The first round is within the privacy budgets of {able} clients, but {quorum}.",
+                "Raise privacy.max_epsilon or privacy.noise_multiplier, or lower training.steps.",
+            )
+        spent = "every client's privacy budget is spent"
+        if able:
+            spent = f"all but {able} of the clients' privacy budgets are spent, and {quorum}"
+        experiment.progress.message(f"{spent[0].upper()}{spent[1:]}: the run ends after round {self.last}.")
+        _score_last(experiment, self.state, self.last, self.accepted)
+        self.delivery.stop(spent)
+
     def _bytes_refusal(self, bytes_left: ByteBudget, clients: Sequence[ClientInfo], number: int) -> str:
         """Returns why a round would exceed the limit on the run's bytes; empty if it would not."""
-        setup, rules = self.setup, self.setup.rules
-        asked = sample(number, clients, rules.client_fraction, setup.seed, over_selection=rules.over_selection)
-        bytes_left.plan(setup.method, own_state(self.state), setup.model, asked, rules.wire_dtype)
+        setup, asked = self.setup, self.setup.sampled(number, clients)
+        bytes_left.plan(setup.method, own_state(self.state), setup.model, asked, setup.rules.wire_dtype)
         return bytes_left.refusal(number)
 
     def note(self, event: str, **values: Any) -> None:
@@ -506,33 +527,6 @@ def _ended(experiment: Experiment, last: int, delivery: Delivery) -> RunResult:
 
 def _evaluations(records: Iterable[Record]) -> list[EvaluationRecord]:
     return [record for record in records if isinstance(record, EvaluationRecord)]
-
-
-def _charged(experiment: Experiment, number: int) -> list[ClientInfo]:
-    """Charges the clients that a round asks, and returns those whose privacy budgets allow it."""
-    privacy, rules = experiment.privacy, experiment.config.federation
-    assert privacy is not None
-    clients = [client for client in experiment.clients if privacy.accounts.affords(client, number)]
-    if clients:
-        seed = experiment.config.seed
-        asked = sample(number, clients, rules.client_fraction, seed, over_selection=rules.over_selection)
-        privacy.accounts.charge(number, asked, clients)
-    return clients
-
-
-def _all_stopped(experiment: Experiment, state: Payload, last: int, accepted: Collection[int]) -> None:
-    """Reports that no client can afford another round, and scores the last one.
-
-    Raises:
-        ConfigError: not even the first round was affordable.
-    """
-    if last == 0:
-        raise ConfigError(
-            "No client's privacy budget reaches for the first round.",
-            "Raise privacy.max_epsilon or privacy.noise_multiplier, or lower training.steps.",
-        )
-    experiment.progress.message(f"Every client's privacy budget is spent: the run ends after round {last}.")
-    _score_last(experiment, state, last, accepted)
 
 
 def _again(privacy: Privacy | None, bytes_left: ByteBudget | None) -> Again | None:

@@ -21,7 +21,7 @@ from fedguild.server.engine import Delivery, Task, Wait
 from fedguild.server.guard import LARGEST_TRAINED, LARGEST_VALUE, largest_value
 from fedguild.server.optimizer import own_state
 from fedguild.server.round import Onward, Outcome, Passage, RoundSetup, Stray, filtered
-from fedguild.server.sampling import quorum_count, require_quorum
+from fedguild.server.sampling import require_quorum
 from fedguild.server.terms import Upload
 from fedguild.server.validation import check_size, check_upload, unusable
 
@@ -64,7 +64,7 @@ class Intake:
                 break
             if attempt:
                 self.retried.update(task.client.index for task in tasks)
-            needed = quorum_count(self.wanted, self.rules.quorum) - len(self.accepted)
+            needed = self.setup.quorum(self.wanted) - len(self.accepted)
             terms = Wait(self.rules.deadline_seconds, missing if missing < len(tasks) else None, max(0, needed))
             asked = [task.client.index for task in tasks]
             self.note("asked", round=self.outcome.round, attempt=attempt, clients=asked)
@@ -134,7 +134,7 @@ class Intake:
             self.tasks[index].client.name: outcome.rejected[index] for index in self.tasks if index in outcome.rejected
         }
         require_finite_uploads(outcome, reasons)
-        require_quorum(len(outcome.accepted), self.wanted, self.rules.quorum, reasons)
+        require_quorum(len(outcome.accepted), self.wanted, self.setup.quorum(self.wanted), reasons)
 
     def _reported(self, delivery: Delivery) -> Delivery:
         """Returns a delivery with the mean report, where it is of a secure round that took it in."""

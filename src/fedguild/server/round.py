@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedguild.client.budget import ClientInfo
 from fedguild.client.cohort import LocalReport
-from fedguild.config.federation import FederationSettings
+from fedguild.config.federation import FederationSettings, wanted_count
 from fedguild.core.accounting import Traffic
 from fedguild.core.payload import Payload
 from fedguild.core.progress import Note, unnoted
@@ -20,6 +20,7 @@ from fedguild.model.info import ModelInfo
 from fedguild.server.clock import Clock
 from fedguild.server.engine import Delivery, Engine
 from fedguild.server.method import Method, Observation
+from fedguild.server.sampling import quorum_count, sample
 from fedguild.server.terms import Upload
 
 Again = Callable[[int, Sequence[ClientInfo]], Sequence[ClientInfo]]
@@ -52,6 +53,8 @@ class RoundSetup:
         again: Decides before each further attempt who is asked once more; None for everybody whose upload is missing.
         diagnose: Whether to look at what averaging does to the uploads; a round's uploads are then all held.
         note: Takes what happens in a round, for whoever watches.
+        least: The quorum that no round goes below, even where fewer clients could take part than the config has; sites
+            rely on it (`accept.min_clients`).
     """
 
     method: Method
@@ -64,6 +67,22 @@ class RoundSetup:
     again: Again | None = None
     diagnose: bool = False
     note: Note = unnoted
+    least: int = 1
+
+    def sampled(self, number: int, clients: Sequence[ClientInfo]) -> list[ClientInfo]:
+        """Returns the clients that a round asks, of those that could take part."""
+        rules = self.rules
+        return sample(
+            number, clients, rules.client_fraction, self.seed, over_selection=rules.over_selection, least=self.least
+        )
+
+    def wanted(self, clients: int) -> int:
+        """Returns the number of uploads that a round wants, of the clients that could take part."""
+        return min(max(wanted_count(clients, self.rules.client_fraction), self.least), clients)
+
+    def quorum(self, wanted: int) -> int:
+        """Returns the number of uploads that a round needs, of those that it wants."""
+        return max(quorum_count(wanted, self.rules.quorum), self.least)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Collection, Sequence
 from contextlib import closing
 
 from fedguild.client.budget import ClientInfo
-from fedguild.config.federation import wanted_count
 from fedguild.core.payload import Payload
 from fedguild.server.divergence import require_finite
 from fedguild.server.engine import Task
@@ -14,7 +13,6 @@ from fedguild.server.intake import Intake
 from fedguild.server.method import returned
 from fedguild.server.optimizer import own_state, server_step
 from fedguild.server.round import Outcome, RoundSetup
-from fedguild.server.sampling import sample
 from fedguild.server.uploads import Once
 
 
@@ -46,14 +44,13 @@ def run_round(
     method, model, rules, own = setup.method, setup.model, setup.rules, own_state(state)
     require_finite(state, f"before round {number}")
     # sample
-    asked = sample(number, clients, rules.client_fraction, setup.seed, over_selection=rules.over_selection)
-    wanted = min(wanted_count(len(clients), rules.client_fraction), len(asked))
+    asked = setup.sampled(number, clients)
     outcome = Outcome(number, state, asked)
     # download
     with outcome.clock.phase("download"):
         tasks = [Task(number, client, method.download(own, model, client)) for client in asked]
     # train and validate: an upload after the other, as the aggregate takes them; closing ends the engine's work
-    intake = Intake(setup, outcome, tasks, wanted, accepted_before)
+    intake = Intake(setup, outcome, tasks, setup.wanted(len(clients)), accepted_before)
     with outcome.clock.phase("aggregate"), closing(intake.uploads()) as uploads:
         # aggregate
         after = returned(method, "aggregate", intake.onward(own)(Once(uploads)))

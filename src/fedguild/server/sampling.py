@@ -21,11 +21,12 @@ def sample(
     seed: int,
     *,
     over_selection: float = 0.0,
+    least: int = 1,
 ) -> list[ClientInfo]:
     """Returns the clients that a round asks, drawn uniformly without replacement, sorted by index.
 
-    Their number is `wanted_count` times (1 + over_selection), rounded up, at most all. The draw depends on (seed,
-    round) and the set of clients, not on their order.
+    Their number is `wanted_count`, or `least` if that is more, times (1 + over_selection), rounded up, at most all. The
+    draw depends on (seed, round) and the set of clients, not on their order.
 
     Args:
         round: The round.
@@ -33,11 +34,12 @@ def sample(
         participation: Share of the clients that takes part, above 0 and at most 1.
         seed: The run's seed.
         over_selection: Additional clients to ask, as a share of the wanted number, at least 0.
+        least: The fewest to ask.
 
     Raises:
         ConfigError: there is no client.
     """
-    wanted = wanted_count(len(clients), participation)
+    wanted = max(wanted_count(len(clients), participation), least)
     if not clients:
         raise ConfigError("A round needs at least one client, but the federation has none.")
     ordered = sorted(clients, key=lambda client: client.index)
@@ -56,19 +58,18 @@ def quorum_count(asked: int, quorum: float) -> int:
     return max(math.ceil(quorum * asked - ROUNDING_SLACK), 1)
 
 
-def require_quorum(valid: int, asked: int, quorum: float, reasons: Mapping[str, str]) -> None:
+def require_quorum(valid: int, asked: int, needed: int, reasons: Mapping[str, str]) -> None:
     """Raises unless enough clients delivered a valid upload.
 
     Args:
         valid: Clients that delivered a valid upload.
         asked: Clients that the round asked.
-        quorum: As in `quorum_count`.
+        needed: The quorum, as of `quorum_count`.
         reasons: Client name -> the reason for its missing or rejected upload.
 
     Raises:
         QuorumError: fewer than the quorum did; the message lists the reasons.
     """
-    needed = quorum_count(asked, quorum)
     if valid >= needed:
         return
     listed = "".join(f"\n  {client}: {reason}" for client, reason in sorted(reasons.items()))

@@ -111,7 +111,7 @@ class SecureAggregation:
         given, setup, outcome = list(uploads), passage.setup, passage.outcome
         names = {client.index: client.name for client in outcome.asked}
         reasons = {names[index]: reason for index, reason in outcome.rejected.items()}
-        require_quorum(len(given), passage.wanted, setup.rules.quorum, reasons)
+        require_quorum(len(given), passage.wanted, setup.quorum(passage.wanted), reasons)
         peers = cast(Peers, setup.engine)
         result = self.aggregate(outcome.round, setup.method, passage.state, setup.model, peers, given)
         for upload in given:
