@@ -46,6 +46,10 @@ class Halves(Method):
 
 class Unfinished(Method):
     pass
+
+
+def length(answer, reference):
+    return len(reference)
 '''
 
 
@@ -113,10 +117,12 @@ def test_callbacks_and_corpora_have_registered_names_only() -> None:
 def test_its_run_goes_on_in_another_process_which_tells_a_change(folder: Path, olmoe_folder: Path) -> None:
     small = [each for each in small_settings(olmoe_folder) if not each.startswith("method")]
     own = ["method=my_halves:Halves", "method.targets=[attention]", "method.rank=2"]
-    brief = ["federation.rounds=1", "federation.clients=2", "training.steps=1", "evaluation.max_examples=2"]
+    brief = ["federation.rounds=1", "federation.clients=2", "training.steps=1", "evaluation.max_examples=6"]
+    own += ["evaluation.metrics=[my_halves:length]"]
     run = fedguild.run("flame/tiny-tasks", *small, *own, *brief, output=folder / "run")
     record = json.loads((run.folder / "method.json").read_text())
     assert (record["name"], record["from"]) == ("my_halves:Halves", METHODS.origin("my_halves:Halves"))
+    assert '"my_halves:length":' in (run.folder / "metrics.jsonl").read_text()
     (folder / "my_halves.py").write_text(f"{HALVES}\n\n# changed\n")
     command = [sys.executable, "-m", "fedguild", "resume", str(run.folder), "--round", "0"]
     resumed = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
