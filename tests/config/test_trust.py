@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -181,8 +182,26 @@ def test_runs_in_other_processes_may_do_what_their_config_may(hostile, tmp_path,
 
     config = load_config("fedit/tiny-tasks", [f"model.path={hostile}", "model.trust_remote_code=true"])
     cell = Cell(config, tmp_path / "grid/row/seed-0", Row("row"))
-    written = command_of(cell)[4]
+    *_, written, _, _ = command_of(cell)
     assert load_config(written).model.trust_remote_code
+
+
+def test_no_program_imports_modules_of_the_folder_that_it_starts_in(tmp_path, monkeypatch):
+    """Neither the runs of a comparison, from a checkout of somebody else, nor a site's programs, from the site."""
+    from fedguild.federation import commands
+    from fedguild.federation.site import SiteSettings
+    from fedguild.runs.api.launch import command_of
+    from fedguild.runs.api.run_grid import Cell, Row
+
+    (tmp_path / "typer.py").write_text("raise SystemExit('imported from the working folder')")
+    monkeypatch.chdir(tmp_path)
+    *python, _, _, _, _ = command_of(Cell(load_config("fedit/tiny-tasks"), tmp_path / "grid/seed-0", Row("row")))
+    site = SiteSettings.model_validate({"client": 0, "server": "127.0.0.1:9"})
+    safe = commands.site_environment(tmp_path, site)
+    trainer = commands.trainer(tmp_path)[:3]
+    for command, environment in ((python, None), (trainer, safe)):
+        ran = subprocess.run([*command, "--version"], env=environment, capture_output=True, text=True)
+        assert ran.stdout.startswith("fedguild 0."), ran.stderr
 
 
 def test_a_site_from_somebody_else(hostile, tmp_path):

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from fedguild.core.errors import FedGuildError
-from fedguild.core.files import make_folder, replacing, write_bytes, write_text
+from fedguild.core.files import make_folder, replacing, require_own, write_bytes, write_text
 
 
 def names(folder):
@@ -64,3 +64,19 @@ def test_a_full_disk_keeps_the_old_content(tmp_path, monkeypatch, call):
     assert "free some space" in caught.value.hint
     assert (tmp_path / "x").read_bytes() == b"old"
     assert names(tmp_path) == ["x"]
+
+
+def test_no_link_in_a_folder_leads_out_of_it(tmp_path):
+    folder, other = tmp_path / "run", tmp_path / "other"
+    for made in (folder / "models/round-1", other):
+        made.mkdir(parents=True)
+    (folder / "models/latest").symlink_to("round-1")
+    (tmp_path / "linked").symlink_to(folder)
+    for whole in (folder, tmp_path / "linked", tmp_path / "missing"):
+        require_own(whole)
+    for target in (other, other / "missing", "../../other"):
+        link = folder / "models" / "history"
+        link.symlink_to(target)
+        with pytest.raises(FedGuildError, match=f"{link} is a link to {target}, outside of {folder}"):
+            require_own(folder)
+        link.unlink()

@@ -101,6 +101,15 @@ def test_a_lock_that_cannot_be_opened(stands, tmp_path, monkeypatch):
     assert not (tmp_path / "elsewhere").exists()
 
 
+def test_a_folder_with_a_link_out_of_it_is_left_alone(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "thesis.part").touch()
+    (tmp_path / "run/activity.jsonl").symlink_to(tmp_path / "thesis.part")
+    with pytest.raises(FedGuildError, match="outside of"), run_lock(tmp_path / "run"):
+        pytest.fail("it was let in")
+    assert holder(tmp_path / "run") is None
+
+
 def test_what_a_killed_holder_was_writing_is_removed(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/..lock.json.abc.part").touch()

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fedguild.measuring.log.folder import Run
 from fedguild.report.costs import client_totals
-from fedguild.report.grid import Grid
+from fedguild.report.grid import Cell, Grid
 from fedguild.report.tables import routing_grid, run_table, task_grid, training_grid
 from tests.report.runs import LABELS, START
 
@@ -19,6 +19,14 @@ def printed(grid: Grid, width: int = 200) -> str:
     stream = io.StringIO()
     Console(file=stream, width=width, no_color=True).print(grid.to_rich())
     return stream.getvalue()
+
+
+def test_a_name_does_not_control_the_terminal() -> None:
+    grid = Grid("a\x1b[2J[red]", [Cell("b\x9bc")], [[Cell("d\x1b]0;e\ng")]])
+    shown = printed(grid)
+    assert "[2J[red]" in shown
+    assert "g" in shown
+    assert not set("\x1b\x9b") & set(shown)
 
 
 def test_the_run_table_holds_the_last_round(run: Run) -> None:

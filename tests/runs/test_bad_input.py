@@ -347,6 +347,15 @@ def test_a_folder_that_holds_a_run(complaint: Complaint, olmoe_folder: Path, rec
     assert {path: path.read_bytes() for path in Path("out").rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl"])
+def test_a_folder_with_files_of_something_else(complaint: Complaint, olmoe_folder: Path, name: str) -> None:
+    Path("project").mkdir()
+    (Path("project") / name).write_text("ours")
+    told = complaint("run", TASKS, *small_settings(olmoe_folder), "--output", "project")
+    says(told, f"{name} is of no run of FedGuild", "Choose another folder")
+    assert (Path("project") / name).read_text() == "ours"
+
+
 def test_a_start_that_failed_leaves_no_folder_that_blocks_the_next(command, complaint, olmoe_folder, monkeypatch):
     """The score before training is taken after the config is written."""
 

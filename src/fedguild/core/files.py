@@ -36,6 +36,22 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
+def require_own(folder: Path) -> None:
+    """Checks that no link in a folder leads out of it, for a folder in which files are appended to and removed.
+
+    Raises:
+        FedGuildError: one does.
+    """
+    own = folder.resolve()
+    for at, folders, files in os.walk(folder):
+        for path in (Path(at, name) for name in (*folders, *files)):
+            if path.is_symlink() and not path.resolve().is_relative_to(own):
+                raise FedGuildError(
+                    f"{path} is a link to {os.readlink(path)}, outside of {folder}, where FedGuild writes and deletes.",
+                    f"Put the files themselves in its place; to keep all of them elsewhere, make {folder} the link.",
+                )
+
+
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Yields a temporary path in the same folder as `path`; on success it is synced and renamed onto `path`.

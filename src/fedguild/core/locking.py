@@ -19,7 +19,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from fedguild.core.errors import CheckpointError, FedGuildError
-from fedguild.core.files import PRIVATE_FILE, make_folder, write_json
+from fedguild.core.files import PRIVATE_FILE, make_folder, require_own, write_json
 from fedguild.core.sealed import remove_leftovers
 
 LOCK, HOLDER = ".lock", ".lock.json"
@@ -67,7 +67,8 @@ def run_lock(folder: Path) -> Iterator[None]:
 
     Raises:
         CheckpointError: another process holds it; the message names it and says since when.
-        FedGuildError: the lock cannot be had (a read-only folder, a file system without locks).
+        FedGuildError: the lock cannot be had (a read-only folder, a file system without locks), or a link in the folder
+            leads out of it.
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     make_folder(folder)
@@ -86,6 +87,7 @@ def run_lock(folder: Path) -> Iterator[None]:
             f"locks (a local disk), in which {LOCK} is a plain file or absent.",
         ) from error
     try:
+        require_own(folder)
         remove_leftovers(folder)
         write_json(folder / HOLDER, asdict(Holder.this_process()))
         yield

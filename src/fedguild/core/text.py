@@ -23,6 +23,11 @@ def is_plain(text: str) -> bool:
     return not any(unicodedata.category(character) in _HIDDEN for character in text)
 
 
+def without_control(text: str) -> str:
+    """Returns lines of text with a space in place of each character that could move a terminal's cursor within them."""
+    return "".join(character if character == "\n" or is_plain(character) else " " for character in text)
+
+
 def printable(text: str, longest: int = LONGEST) -> str:
     """Returns a peer's text on one line, without control characters, cut to `longest` characters.
 

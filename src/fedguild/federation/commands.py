@@ -25,8 +25,10 @@ VARIABLES = {
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
+    "PYTHONSAFEPATH": "1",
 }
-"""Keep Flower from sending telemetry, looking for updates, and installing packages while it runs."""
+"""Keep Flower from sending telemetry, looking for updates, and installing packages while it runs, and Python from
+importing modules of the folder of a server or site, which somebody else may have written."""
 
 
 def server_environment(folder: Path, settings: ServerSettings) -> dict[str, str]:

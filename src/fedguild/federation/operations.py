@@ -15,7 +15,7 @@ from typing import Any
 from uuid import uuid4
 
 from fedguild.core.errors import FedGuildError
-from fedguild.core.files import make_folder, write_json
+from fedguild.core.files import make_folder, require_own, write_json
 from fedguild.core.layout import CHECKPOINTS, CONFIG, MEMBERS, OUTCOMES, REGISTERED, RUN
 from fedguild.core.locking import holder
 from fedguild.core.text import without_colour
@@ -50,7 +50,7 @@ def run_server(folder: Path, echo: Echo) -> None:
 
     Raises:
         ConfigError: the folder or this machine has faults; the message names all of them.
-        FedGuildError: Flower's server does not start, or ends.
+        FedGuildError: Flower's server does not start, or ends; or a link in the state's folder leads out of it.
     """
     folder, settings = folder.resolve(), load_server(folder)
     for fault in require_none(server_faults(folder, settings)):
@@ -58,6 +58,7 @@ def run_server(folder: Path, echo: Echo) -> None:
     commands.write_connection(folder, settings)
     environment = commands.server_environment(folder, settings)
     state = folder / settings.state
+    require_own(state)
 
     def child(name: str, command: list[str]) -> Child:
         return Child(name, command, environment, state / f"{name}.log", folder)
@@ -237,13 +238,15 @@ def run_client(folder: Path, echo: Echo) -> None:
 
     Raises:
         ConfigError: the folder, this machine or the connection to the server has faults.
-        FedGuildError: one of them ends with a fault that only the user can fix.
+        FedGuildError: one of them ends with a fault that only the user can fix, or a link in the working folder leads
+            out of it.
     """
     folder, site = folder.resolve(), load_site(folder)
     for fault in require_none(site_faults(folder, site)):
         echo(f"{fault.message} {fault.hint}")
     environment = commands.site_environment(folder, site)
     work = folder / site.work
+    require_own(work)
     trainer = Child("trainer", commands.trainer(folder), environment, work / "trainer.log", folder)
     node = Child("node", commands.supernode(folder, site), environment, work / "node.log", folder)
     executor = Child("executor", commands.client_executor(folder, site), environment, work / "executor.log", folder)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fedguild.core.errors import USER_ERROR, FedGuildError
 from fedguild.core.files import PRIVATE_FILE, make_folder
-from fedguild.core.text import without_colour
+from fedguild.core.text import without_colour, without_control
 from fedguild.federation.watchdog import Watchdog, dying_with_parent
 
 TERMINATE_SECONDS = 8.0
@@ -107,7 +107,7 @@ class Child:
         """Returns the last lines of its log, each on a line of its own."""
         if not self.log.is_file():
             return ""
-        output = without_colour(self.log.read_text("utf-8", errors="replace")).splitlines()
+        output = without_control(without_colour(self.log.read_text("utf-8", errors="replace"))).splitlines()
         return "".join(f"\n  {line}" for line in output[-lines:])
 
     def _signal(self, number: signal.Signals) -> None:

@@ -12,6 +12,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from fedguild.core.text import without_control
 from fedguild.report import units
 
 
@@ -61,14 +62,21 @@ class Grid:
 
     def to_rich(self) -> Table:
         """Returns the table for a terminal; it reads the same without colour; cells fold where it is too wide."""
-        table = Table(title=self.title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(
+            title=Text(without_control(self.title)),
+            title_justify="left",
+            title_style="bold",
+            box=box.SIMPLE_HEAD,
+            pad_edge=False,
+        )
         for index, cell in enumerate(self.header):
             lines = [*cell.text.split(), *cell.note.split(", ")]
-            table.add_column(Text("\n".join(lines).strip()), justify="left" if index == 0 else "right", overflow="fold")
+            name = without_control("\n".join(lines).strip())
+            table.add_column(Text(name), justify="left" if index == 0 else "right", overflow="fold")
         for number, row in enumerate(self.rows):
             if number in self.rules_before:
                 table.add_section()
-            table.add_row(*(Text(cell.text, style="bold" if cell.strong else "") for cell in row))
+            table.add_row(*(Text(without_control(cell.text), style="bold" if cell.strong else "") for cell in row))
         return table
 
     def to_markdown(self) -> str:

@@ -21,6 +21,7 @@ from fedguild.core.locking import run_lock
 from fedguild.core.payload import Payload, is_unchanged
 from fedguild.core.progress import Progress, Silent
 from fedguild.core.sealed import remove_leftovers
+from fedguild.core.text import printable
 from fedguild.data.rendering import count_cut_prompts
 from fedguild.measuring.log.activity import ActivityLog, noted
 from fedguild.measuring.log.folder import config_of, read_mapping
@@ -120,8 +121,7 @@ def run(
                 f"{output} already holds a run.", f"Continue with `fedguild resume {output}`, or choose another folder."
             )
         every = callbacks_of(config, [tracking, *callbacks])
-        for left in (CONFIG, RunLog.FILE):  # of a start that failed
-            (output / left).unlink(missing_ok=True)
+        _remove_failed_start(output)
         with noted(output, progress, CONFIG) as told, _divergence_noted(output):
             experiment = (preparation or prepare)(config, output, told)
             with _engine_of(experiment) as engine:
@@ -183,9 +183,22 @@ def resume(
                 return rounds.run(saved_again=again)
 
 
+def _remove_failed_start(output: Path) -> None:
+    """Removes the config and the records of a start that failed.
+
+    Raises:
+        CheckpointError: they are not of a run, as nothing says what happened in it.
+    """
+    for left in (output / CONFIG, output / RunLog.FILE):
+        if left.exists() and not (output / ActivityLog.FILE).is_file():
+            raise CheckpointError(f"{left} is of no run of FedGuild.", "Choose another folder for the run (--output).")
+        left.unlink(missing_ok=True)
+
+
 def _tell_other_method(config: Config, output: Path, progress: Progress) -> None:
     now = METHODS.origin(config.method.name)
-    if (before := read_mapping(output / METHOD).get("from", now)) != now:
+    before = printable(str(read_mapping(output / METHOD).get("from", now)))
+    if before != now:
         progress.message(f"Warning: the run began with the method of {before}, and continues with that of {now}.")
 
 

@@ -213,7 +213,7 @@ def _in_processes(cells: Sequence[Cell], launch: Launch) -> None:
 
 def command_of(cell: Cell) -> list[str]:
     """Returns the command that runs or resumes a cell; a new one's config is written next to its folder."""
-    fedguild = [sys.executable, "-m", "fedguild"]
+    fedguild = [sys.executable, "-P", "-m", "fedguild"]  # no module of the working folder, as `fedguild` itself
     if has_begun(cell.folder):
         return [*fedguild, "resume", str(cell.folder)]
     config = cell.folder.with_suffix(".yaml")
