@@ -18,10 +18,13 @@ import torch
 from fedguild.config import Config, load_config
 from fedguild.core.errors import CheckpointError
 from fedguild.core.layout import CHECKPOINTS, MEMORY
+from fedguild.core.progress import Progress
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.measuring.log.records import RunLog
 from fedguild.runs import experiment
+from fedguild.runs.callbacks import Event, Saved
 from fedguild.runs.experiment import RunResult
+from fedguild.runs.setup.experiment import Experiment
 from fedguild.server import checkpoint
 from tests.runs.runs import Ended, Killed, assert_same, ended, kill_at, small_config, small_settings
 
@@ -108,6 +111,20 @@ def test_a_line_that_was_cut_off_does_not_matter(config: Config, uninterrupted: 
     assert_same(ended(tmp_path), uninterrupted)
 
 
+def test_a_damaged_line_after_the_last_checkpoint_does_not_matter(
+    config: Config, uninterrupted: Ended, tmp_path: Path
+) -> None:
+    """Such as a power cut may leave of an append."""
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, "fedguild.server.checkpoint.save", 3)
+        with pytest.raises(Killed):
+            experiment.run(config, tmp_path)
+    with open(RunLog(tmp_path).path, "ab") as log:
+        log.write(b"\0" * 200 + b'"x":1}\n')
+    experiment.resume(tmp_path)
+    assert_same(ended(tmp_path), uninterrupted)
+
+
 def test_what_the_clients_kept_is_part_of_the_run(config: Config, uninterrupted: Ended, tmp_path: Path) -> None:
     """Without the clients' rescalers a resumed run ends elsewhere: the tests above look at something."""
     with pytest.MonkeyPatch.context() as patch:
@@ -156,6 +173,47 @@ def test_going_back_can_be_interrupted(config: Config, finished: RunResult, tmp_
     assert checkpoint.latest(folder / CHECKPOINTS) == last - 1
     experiment.resume(folder)
     assert_same(ended(folder), ended(finished.folder))
+
+
+def test_other_data_than_the_run_began_with_is_refused_before_anything_changes(
+    finished: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shutil.copytree(finished.folder, tmp_path / "run")
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    prepared = experiment.prepare
+
+    def changed(config: Config, output: Path, progress: Progress | None = None) -> Experiment:
+        found = prepared(config, output, progress)
+        client = found.data.clients[1]
+        train = (replace(client.train[0], response="other"), *client.train[1:])
+        found.data.clients[1] = replace(client, train=train)
+        return found
+
+    monkeypatch.setattr("fedguild.runs.experiment.prepare", changed)
+    with pytest.raises(CheckpointError, match="data are not those with which"):
+        experiment.resume(folder, round=2)
+    after = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert [path.name for path, content in after.items() if files.get(path) != content] == [ActivityLog.FILE]
+
+
+def test_a_run_that_goes_on_after_an_early_stop_and_is_killed_goes_on_again(
+    config: Config, uninterrupted: Ended, tmp_path: Path
+) -> None:
+    """Nor is it taken for one that has ended: its report is gone."""
+
+    def enough(event: Event) -> None:
+        if isinstance(event, Saved):
+            event.stop("enough")
+
+    assert experiment.run(config, tmp_path, callbacks=[enough]).rounds == 1
+    with pytest.MonkeyPatch.context() as patch:
+        kill_at(patch, "fedguild.client.optimizer.SlotOptimizer.step", 1)
+        with pytest.raises(Killed):
+            experiment.resume(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+    assert experiment.resume(tmp_path).stopped == ""
+    assert ended(tmp_path).state.tensors.keys() == uninterrupted.state.tensors.keys()
+    assert all(torch.equal(ended(tmp_path).state.tensors[n], t) for n, t in uninterrupted.state.tensors.items())
 
 
 def test_dropout_and_an_unfinished_epoch_resume_to_the_same_bits(olmoe_folder: Path, tmp_path: Path) -> None:

@@ -167,16 +167,17 @@ def resume(
                 experiment = (preparation or prepare)(config, output, told)
                 with _engine_of(experiment) as engine:
                     return _Rounds(experiment, engine, _begin(experiment), first=1, callbacks=every).run()
+            experiment = (preparation or prepare)(config, output, told)
+            _require_same_data(experiment)
             with RunLog(output).truncating_after(saved.round, saved.extra.get(LOG_SEAL)):
                 if round is not None:
                     checkpoint.remove_after(output / CHECKPOINTS, round)
             accepted = saved.extra.get(ACCEPTED, ())
-            experiment = (preparation or prepare)(config, output, told)
             _tell_other_method(config, output, told)
             if experiment.remote is None:
                 experiment.memory.forget_after(saved.round)
                 MergeLedger.beside(experiment.memory).refill(merges(saved.state))
-            (output / STOPPED).unlink(missing_ok=True)
+            (output / REPORT_FILE).unlink(missing_ok=True)  # so that nobody takes the run for one that has ended
             again = not was_stopped and round is None and saved.round > 0
             with _engine_of(experiment) as engine:
                 rounds = _Rounds(experiment, engine, saved.state, saved.round + 1, accepted, every)
@@ -193,6 +194,16 @@ def _remove_failed_start(output: Path) -> None:
         if left.exists() and not (output / ActivityLog.FILE).is_file():
             raise CheckpointError(f"{left} is of no run of FedGuild.", "Choose another folder for the run (--output).")
         left.unlink(missing_ok=True)
+
+
+def _require_same_data(experiment: Experiment) -> None:
+    """Raises CheckpointError if the simulated clients' data are not those with which the run began."""
+    before = read_mapping(experiment.folder / PARTITION).get("digest")
+    if before and experiment.remote is None and experiment.data.digest() != before:
+        raise CheckpointError(
+            f"The clients' data are not those with which the run in {experiment.folder} began.",
+            "Restore the files of the data, or begin a new run with the new ones.",
+        )
 
 
 def _tell_other_method(config: Config, output: Path, progress: Progress) -> None:
@@ -508,6 +519,7 @@ class _Rounds:
         started = time.perf_counter()
         self.state = _save(self.experiment, number, self.state, self.accepted)
         self.saving_seconds, self.last = time.perf_counter() - started, number
+        (self.experiment.folder / STOPPED).unlink(missing_ok=True)
         self.note("checkpoint", round=number, seconds=round(self.saving_seconds, 3))
         self.delivery.saved(number)
 
@@ -620,6 +632,7 @@ def _write_facts(experiment: Experiment) -> None:
         split=experiment.data.sizes(),
         dropped={} if experiment.remote else dropped_of(experiment.data, experiment.config),
         cut=_told_cut(experiment),
+        digest="" if experiment.remote else experiment.data.digest(),
     )
     write_json(folder / PARTITION, partition_record.model_dump(mode="json"))
     method = method_record(method_of(experiment.config), experiment.method)

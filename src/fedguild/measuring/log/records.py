@@ -260,6 +260,7 @@ class PartitionRecord(_Row):
         cut: How many of the clients' training `texts` lose a part of their `prompts` or `responses` to
             `data.max_length`, and of the `scored_prompts` to that and `evaluation.max_new_tokens`; empty if the texts
             are on other machines.
+        digest: SHA-256 of the clients' examples (`PreparedData.digest`); empty if they are on other machines.
     """
 
     labels: list[str]
@@ -267,6 +268,7 @@ class PartitionRecord(_Row):
     split: dict[str, list[int]] = Field(default_factory=dict)
     dropped: dict[str, int] = Field(default_factory=dict)
     cut: dict[str, int] = Field(default_factory=dict)
+    digest: str = ""
 
     @model_validator(mode="after")
     def _shapes_agree(self) -> Self:
@@ -347,13 +349,14 @@ class RunLog:
                 scores of a run that was killed after it ended early and before their checkpoint.
 
         Raises:
-            CheckpointError: a complete line is damaged, or records of a kept round are missing from the end.
+            CheckpointError: a complete line that is not dropped is damaged, or records of a kept round are missing from
+                the end.
             FedGuildError: the file cannot be written; its content is unchanged.
         """
         if not self.path.exists() and seal in (None, chained.START):
             yield
             return
-        kept = [content for record, content in self._lines() if record.round <= round]
+        kept = [content for record, content in self._lines(seal) if record.round <= round]
         lines, seals = _chain(kept, chained.START)
         if seal is not None and seal not in seals:
             raise CheckpointError(
@@ -364,13 +367,15 @@ class RunLog:
         yield
         write_bytes(self.path, b"".join(lines if seal is None else lines[: seals.index(seal)]))
 
-    def _lines(self) -> list[tuple[Record, bytes]]:
-        """Returns every complete record with its line, without its seal."""
+    def _lines(self, last: str | None = None) -> list[tuple[Record, bytes]]:
+        """Returns every complete record with its line, without its seal; none after the line with the seal `last`."""
         content = self.path.read_bytes() if self.path.exists() else b""
         lines = content.split(b"\n")[:-1]
         records, seal = [], chained.START
         begun = False
         for number, line in enumerate(lines, start=1):
+            if seal == last:
+                break
             begun = begun or chained.is_sealed(line)
             if begun:
                 try:

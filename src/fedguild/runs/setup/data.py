@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +54,16 @@ class PreparedData:
             return pooled_test(self.corpus, self.clients, limit=limit, seed=seed)
         validation = tuple(example for client in self.clients for example in client.validation)
         return sample(validation, limit, numpy_rng(seed, "pooled validation"))
+
+    def digest(self) -> str:
+        """Returns the SHA-256 of all clients' texts and labels, in their order."""
+        digest = hashlib.sha256()
+        for client in self.clients:
+            for example in (*client.train, *client.validation, *client.test):
+                rejected = "" if example.rejected is None else example.rejected.response
+                texts = (example.prompt, example.response, rejected, example.label)
+                digest.update("\0".join(texts).encode("utf-8", "surrogatepass"))
+        return digest.hexdigest()
 
     def sizes(self) -> dict[str, list[int]]:
         return {
