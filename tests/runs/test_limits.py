@@ -18,6 +18,7 @@ from fedguild.measuring.log.records import EvaluationRecord, RunLog, TrafficReco
 from fedguild.model.plan import AdapterPlan
 from fedguild.runs import experiment
 from fedguild.runs.byte_budget import ByteBudget
+from fedguild.runs.callbacks import Event
 from fedguild.runs.results import divergence, load_run
 from fedguild.server import checkpoint
 from fedguild.server.divergence import require_learning
@@ -26,6 +27,7 @@ from fedguild.server.round import Outcome
 from tests.data.writing import write_jsonl
 from tests.runs.conftest import Command
 from tests.runs.runs import says, small_config, small_settings
+from tests.runs.tracking.runs import Memory, offer
 
 TASKS = "flame/tiny-tasks"
 ONE = ClientInfo(0, Budget("all", 1, 1), 4)
@@ -35,7 +37,11 @@ def traffic(folder: Path) -> list[TrafficRecord]:
     return [record for record in RunLog(folder).read() if isinstance(record, TrafficRecord)]
 
 
-def test_a_run_ends_before_the_round_that_could_pass_its_limit_on_bytes(olmoe_folder: Path, tmp_path: Path) -> None:
+def test_a_run_ends_before_the_round_that_could_pass_its_limit_on_bytes(
+    olmoe_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its last round is scored although it was not due; the scores reach trackers and callbacks."""
+    offer(monkeypatch, Memory)
     settings = ["method={name: fedit, rank: 3}", "training.steps=1", "evaluation.every=3", "evaluation.max_examples=2"]
     plenty, scarce = tmp_path / "plenty", tmp_path / "scarce"
     experiment.run(small_config(olmoe_folder, *settings, "federation.byte_limit=1000000000"), plenty)
@@ -43,12 +49,17 @@ def test_a_run_ends_before_the_round_that_could_pass_its_limit_on_bytes(olmoe_fo
     assert [one.total_bytes for one in counted] == [sum(o.round_bytes for o in counted[: n + 1]) for n in range(3)]
     assert all(one.round_bytes == one.planned_bytes for one in counted)  # FedIT's messages have one size
     limit = counted[1].total_bytes + counted[2].round_bytes - 1
-    result = experiment.run(small_config(olmoe_folder, *settings, f"federation.byte_limit={limit}"), scarce)
+    seen: list[Event] = []
+    config = small_config(olmoe_folder, *settings, f"federation.byte_limit={limit}", "tracking.trackers=[memory]")
+    result = experiment.run(config, scarce, callbacks=[seen.append])
     assert (result.rounds, checkpoint.latest(scarce / CHECKPOINTS)) == (2, 2)
     says(result.stopped, "round 3 could move", f"{limit:,}", f"{counted[2].round_bytes - 1:,} are left", "byte_limit")
     assert traffic(scarce)[-1].total_bytes <= limit
     scored = [record.round for record in RunLog(scarce).read() if isinstance(record, EvaluationRecord)]
-    assert max(scored) == 2  # the last round is scored although it was not due
+    assert max(scored) == 2
+    assert max(record.round for record in seen[-1].history) == 2
+    (values,) = Memory.runs.values()
+    assert {number for name, series in values.items() if name.startswith("score") for number in series} == set(scored)
     again = experiment.resume(scarce)
     assert (again.rounds, again.stopped) == (2, result.stopped)
     assert load_run(scarce).stopped == result.stopped

@@ -396,7 +396,7 @@ class _Rounds:
         experiment = self.experiment
         if self.delivery.reason:
             if not _evaluations(self.log.read()):  # a report needs a score, and the first was still to come
-                _score_last(experiment, self.state, self.last, self.accepted)
+                self._score_last()
             return ()
         if experiment.remote is not None:
             experiment.clients = experiment.remote.current()
@@ -409,7 +409,7 @@ class _Rounds:
             self.privacy.accounts.charge(number, self.setup.sampled(number, clients), clients)
         refusal = "" if self.bytes_left is None else self._bytes_refusal(self.bytes_left, clients, number)
         if refusal:
-            _score_last(experiment, self.state, self.last, self.accepted)
+            self._score_last()
             self.delivery.stop(refusal)
             return ()
         experiment.progress.round_started(number, self.setup.rules.rounds)
@@ -432,8 +432,16 @@ class _Rounds:
         if able:
             spent = f"all but {able} of the clients' privacy budgets are spent, and {quorum}"
         experiment.progress.message(f"{spent[0].upper()}{spent[1:]}: the run ends after round {self.last}.")
-        _score_last(experiment, self.state, self.last, self.accepted)
+        self._score_last()
         self.delivery.stop(spent)
+
+    def _score_last(self) -> None:
+        """Scores the last round of a run that ends early, unless it was scored already."""
+        if not any(record.round == self.last for record in _evaluations(self.log.read())):
+            records = evaluate_state(self.experiment, self.state, self.last)
+            self.log.append(*records)
+            self.delivery.recorded(self.last, records)
+            self._save(self.last)
 
     def _bytes_refusal(self, bytes_left: ByteBudget, clients: Sequence[ClientInfo], number: int) -> str:
         """Returns why a round would exceed the limit on the run's bytes; empty if it would not."""
@@ -564,14 +572,6 @@ def _again(privacy: Privacy | None, bytes_left: ByteBudget | None) -> Again | No
         return affordable if privacy is None else privacy.accounts.again(round_index, affordable)
 
     return able
-
-
-def _score_last(experiment: Experiment, state: Payload, last: int, accepted: Collection[int]) -> None:
-    """Scores the last round of a run that ends early, unless it was scored already."""
-    log = RunLog(experiment.folder)
-    if not any(record.round == last for record in _evaluations(log.read())):
-        log.append(*evaluate_state(experiment, state, last))
-        _save(experiment, last, state, accepted)
 
 
 def _tell_spent(progress: Progress, spent: PrivacyRecord) -> None:

@@ -75,7 +75,7 @@ class RoundStarted(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded(Event):
-    """A round's records were written.
+    """A round's records were written. Those of scores that the last round of an early end lacked come in a second one.
 
     Attributes:
         records: The records: clients, routing, observations, scores (if it was evaluated) and the round itself.

@@ -189,14 +189,13 @@ class _Sender(threading.Thread):
 
     def _feed(self) -> None:
         begun = self._tracker.begin(self._run_description)
-        last = self._run_description.round if begun.round is None else begun.round
-        self._ledger[self.name] = begun.id, last
+        had = self._run_description.round if begun.round is None else begun.round
+        self._ledger[self.name] = begun.id, had
         while not isinstance(given := self._queue.get(), bool):
             number, values = given
-            if number > last:
+            if number > had:  # the last round of a run that ends early comes twice, the second time with its scores
                 self._tracker.add(number, values)
-                last = number
-                self._ledger[self.name] = begun.id, last
+                self._ledger[self.name] = begun.id, number
         self._tracker.finish(failed=given)
 
 
