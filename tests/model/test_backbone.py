@@ -107,6 +107,12 @@ def test_a_missing_model_names_its_path(tmp_path):
         load_backbone(str(tmp_path / "nowhere"), device="cpu")
     with pytest.raises(ModelError, match=r"Cannot read the config of '.*nowhere'"):
         describe_config(str(tmp_path / "nowhere"))
+    with pytest.raises(
+        ModelError, match=r"config of '\./nowhere': there is no such folder or file[\s\S]*hub id, a folder"
+    ):
+        describe_config("./nowhere")
+    with pytest.raises(ModelError, match=r"the folder has no config.json[\s\S]*hub id, a folder"):
+        describe_config(str(tmp_path))
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 3}, {"num_hidden_layers": 1}, {"num_experts": 16}])

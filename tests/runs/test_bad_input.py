@@ -54,6 +54,8 @@ TWO = "federation.rounds=2"
             ["fedit would train nothing with these options", "method.targets=[attention]"],
         ),
         ("model.path=~/nowhere", [f"Cannot load the model '{Path.home()}/nowhere': there is no such folder"]),
+        ("model.path=./nowhere", ["Cannot load the model './nowhere': there is no such folder"]),
+        ("model.path=models/mine/last", ["Cannot load the model 'models/mine/last': there is no such folder"]),
         ("model.device=cuda:7", ["model.device: cuda is requested", "Set model.device=cpu or auto"]),
     ],
 )

@@ -38,6 +38,7 @@ from fedguild.model.pretrained import (
     arguments_of,
     auto_class,
     is_gguf,
+    is_hub_id,
     load_tokenizer,
     loading,
     read_config,
@@ -440,18 +441,21 @@ def describe_config(
     known = find_known(path) if revision is None and not Path(path).exists() else None
     if known is not None:
         return _described_known(known.name, attention)
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise ModelError(f"Cannot read the config of '{path}': the folder has no config.json.", "Give a model's own.")
+    hint = (
+        "Give a hub id, a folder with config.json, that file itself, 'embedded', 'english', or offline one of: "
+        f"{', '.join(model.name for model in known_models())}."
+    )
+    place = Path(source_of(path))
+    if place.is_dir() and not (place / "config.json").is_file():
+        raise ModelError(f"Cannot read the config of '{path}': the folder has no config.json.", hint)
+    if not place.exists() and not is_hub_id(path):
+        raise ModelError(f"Cannot read the config of '{path}': there is no such folder or file.", hint)
     try:
         config = AutoConfig.from_pretrained(
             **arguments_of(path), revision=revision, trust_remote_code=trust_remote_code
         )
     except UNREADABLE as error:
-        raise ModelError(
-            f"Cannot read the config of '{path}': {reason_of(error)}",
-            "Give a hub id, a folder with config.json, that file itself, 'embedded', 'english', or offline one of: "
-            f"{', '.join(model.name for model in known_models())}.",
-        ) from error
+        raise ModelError(f"Cannot read the config of '{path}': {reason_of(error)}", hint) from error
     return _described(config, path, trust_remote_code, attention)
 
 

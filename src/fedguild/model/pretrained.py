@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
+from huggingface_hub.errors import HFValidationError, StrictDataclassError
+from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils import logging as transformers_logging
@@ -31,10 +32,19 @@ _GGUF, _TRUST = ".gguf", "trust_remote_code=True"
 def source_of(path: str) -> str:
     """Returns the path for transformers of a `model.path`: the folder, or the hub id once the hub has been reached."""
     place = packaged(path) or Path(path)
-    if place.is_absolute() or place.exists():
+    if place.exists() or not is_hub_id(path):
         return str(place)
     reach_hub()
     return path
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a `model.path` can name a repository of the hub, as `./name` and `a/b/c` cannot."""
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return False
+    return True
 
 
 def is_gguf(path: str) -> bool:
@@ -68,7 +78,7 @@ def read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> 
         raise ModelError(f"Cannot load the model '{path}': it is a file, not a model's folder.", _PATHS)
     if place.is_dir() and not (place / "config.json").is_file():
         raise ModelError(f"Cannot load the model '{path}': the folder has no config.json.", _PATHS)
-    if place.is_absolute() and not place.exists():
+    if not place.exists() and not is_hub_id(path):
         raise ModelError(f"Cannot load the model '{path}': there is no such folder.", _PATHS)
     with loading(path):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
