@@ -272,6 +272,16 @@ def test_a_partition_that_leaves_a_client_short(complaint: Complaint, olmoe_fold
         says(told, "96", "4 client", "30", "minimum")
 
 
+def test_a_partition_that_left_out_rows_leave_short(complaint: Complaint, tmp_path: Path) -> None:
+    """The file has enough rows, but half of them are of another layout."""
+    chats = [{"messages": [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "b"}]}] * 9
+    file = write_jsonl(tmp_path / "mixed.jsonl", [*chats, *[{"instruction": "a?", "response": "b"}] * 9])
+    few = ["data.dataset=instructions", "federation.clients=2", "data.partition.minimum=5", f"data.train={file}"]
+    told = complaint("run", TASKS, *few, "--output", "out")
+    says(told, "9 examples cannot give each of 2 clients its minimum of 5. Left out: 9 training ")
+    says(told, "Use fewer federation.clients, a smaller data.partition.minimum, or more data.")
+
+
 @pytest.mark.usefixtures("nothing_is_read")
 def test_a_budget_above_the_models_top_k(complaint: Complaint, olmoe_folder: Path) -> None:
     settings = small_settings(olmoe_folder, "federation.budgets=[{name: huge, active_experts: 6}]")

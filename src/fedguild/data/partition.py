@@ -181,7 +181,7 @@ def _check(count: int, clients: int, alpha: float, minimum: int) -> None:
     if count < clients * minimum:
         raise DataError(
             f"{count} examples cannot give each of {clients} clients its minimum of {minimum}.",
-            "Use fewer clients, a smaller minimum, or more data.",
+            "Use fewer federation.clients, a smaller data.partition.minimum, or more data.",
         )
 
 
@@ -190,7 +190,7 @@ def _check_minimum(scheme: str, parts: Parts, minimum: int) -> None:
         if len(part) < minimum:
             raise DataError(
                 f"The partition '{scheme}' leaves client {client} with {len(part)} of at least {minimum} examples.",
-                "Use fewer clients, a smaller minimum, or another scheme.",
+                "Use fewer federation.clients, a smaller data.partition.minimum, or another scheme.",
             )
 
 

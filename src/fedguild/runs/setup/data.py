@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from fedguild.config import Config
 from fedguild.config.data import GIVEN
-from fedguild.core.errors import ConfigError
+from fedguild.core.errors import ConfigError, DataError
 from fedguild.core.seeding import numpy_rng
 from fedguild.data import (
     ClientData,
@@ -92,11 +92,16 @@ def prepare_data(config: Config, folder: Path | None = None, given: GivenData | 
     rng = numpy_rng(config.seed, "partition")
     rule = config.data.partition
     clients_wanted = config.federation.clients
-    if rule.scheme.startswith(GIVEN):
-        scheme = None if given is None else given.partition
-        parts = given_parts(corpus.train, clients_wanted, rng, scheme, folder)
-    else:
-        parts = partition(rule.scheme, corpus.train, clients_wanted, rng=rng, alpha=rule.alpha, minimum=rule.minimum)
+    try:
+        if rule.scheme.startswith(GIVEN):
+            scheme = None if given is None else given.partition
+            parts = given_parts(corpus.train, clients_wanted, rng, scheme, folder)
+        else:
+            parts = partition(
+                rule.scheme, corpus.train, clients_wanted, rng=rng, alpha=rule.alpha, minimum=rule.minimum
+            )
+    except DataError as error:
+        raise DataError(" ".join([error.message, *_left_out(corpus.dropped)]), error.hint) from error
     clients = split_clients(corpus, parts, config.data.split, seed=config.seed)
     return PreparedData(corpus, clients, partition_table(corpus.train, parts))
 
@@ -180,9 +185,13 @@ def data_sentences(corpus: Corpus, dropped: Mapping[str, int]) -> list[str]:
     """Returns what the data was recognised as, and what of it is left out or changed."""
     return [
         *([f"Data: {corpus.layout}."] if corpus.layout else []),
-        *(f"Left out: {count} {reason}." for reason, count in dropped.items()),
+        *_left_out(dropped),
         *(f"{count} {what}." for what, count in corpus.changed.items()),
     ]
+
+
+def _left_out(dropped: Mapping[str, int]) -> list[str]:
+    return [f"Left out: {count} {reason}." for reason, count in dropped.items()]
 
 
 def encoded_texts(data: PreparedData, tokenizer: Any, max_tokens: int) -> dict[int, list[Encoded]]:
