@@ -99,6 +99,9 @@ def test_unknown_names_list_what_there_is() -> None:
     text = message("flame/tiny-task")
     assert "neither a preset nor a config file" in text
     assert "Did you mean 'flame/tiny-tasks'?" in text
+    method = message("flame")
+    assert "see `fedguild presets flame`" in method
+    assert "Did you mean" not in method
     assert "There is no config file nowhere.yaml" in message("nowhere.yaml")
     assert "neither a preset nor a config file" in message("x" * 300)
 

@@ -30,7 +30,10 @@ def command(
     watch: WatchOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a run from its last complete round, with the results of an uninterrupted run."""
+    """Continue a run from its last complete round, with the results of an uninterrupted run.
+
+    It takes no settings: those that may change are changed in the config.yaml of the FOLDER.
+    """
     if follows_torchrun():
         return
     context.obj.resume_with = f"fedguild resume {folder}"

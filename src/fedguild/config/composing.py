@@ -209,11 +209,12 @@ def unknown_preset(name: str) -> ConfigError:
         if preset.method.name in likely
         for end in ("", *(f"-{variant}" for variant in preset.variants))
     ]
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+    close = [] if name in known.methods else difflib.get_close_matches(name, names, n=1, cutoff=0.4)
     meant = f"Did you mean '{close[0]}'? " if close else ""
+    where = f"fedguild presets {method}" if method in known.methods else "fedguild presets"
     return ConfigError(
         f"'{name}' is neither a preset nor a config file.",
-        f"{meant}{listed} A preset is METHOD/MODEL-DATA; see `fedguild presets`.",
+        f"{meant}{listed} A preset is METHOD/MODEL-DATA; see `{where}`.",
     )
 
 
