@@ -72,7 +72,7 @@ def test_a_run_resumed_from_an_earlier_round_abandons_the_later_ones(tmp_path):
 
 def test_another_runs_checkpoint_is_refused_naming_both(tmp_path):
     save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"another run: its fingerprint is run-a, this run's is run-b"):
+    with pytest.raises(CheckpointError, match=r"has: its fingerprint is run-a, that of config.yaml run-b"):
         checkpoint.load(tmp_path, 1, fingerprint="run-b")
 
 

@@ -179,9 +179,10 @@ def _checked(path: Path, tensors: Mapping[str, Tensor], header: Mapping[str, Any
         )
     if header["fingerprint"] != fingerprint:
         raise CheckpointError(
-            f"{path} is a checkpoint of another run: its fingerprint is {header['fingerprint']}, "
-            f"this run's is {fingerprint}.",
-            "Resume with the config that the run began with, or start a new run in another folder.",
+            f"{path} was written with other settings than config.yaml has: its fingerprint is {header['fingerprint']}, "
+            f"that of config.yaml {fingerprint}.",
+            "Resume with the config that the run began with, or start a new run in another folder. "
+            "docs/guides/configs.md says which settings may change.",
         )
     return Checkpoint(header["round"], Payload(tensors, header["state"]), header["extra"])
 
