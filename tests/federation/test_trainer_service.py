@@ -17,7 +17,7 @@ from fedguild.client.budget import ClientInfo
 from fedguild.client.memory import ClientMemory
 from fedguild.config import Config
 from fedguild.core.codec import encode
-from fedguild.core.errors import ConfigError
+from fedguild.core.errors import ConfigError, DataError
 from fedguild.core.files import write_text
 from fedguild.core.payload import Payload
 from fedguild.core.seeding import torch_rng
@@ -155,6 +155,9 @@ def test_sites_say_how_they_write_and_learn_their_texts(
         *({"data": {**chats, "chat_template": "plain", "train_on": which}} for which in ("all_turns", "last_turn")),
         {"data": {**chats, "chat_template": "plain", "train_on": "all_turns", "seed": 1}},
     ]
+    untold = {"data": {**chats, "chat_template": None}}
+    with pytest.raises(DataError, match="conversations, but the model's tokenizer has no chat template"):
+        trainers_of(config, tmp_path / "untold", [untold] * 3)[1].prepare()
     trainers_of(config, tmp_path / "told", [sites[2]] * 3)[1].prepare()
     assert "Left out: 1 training conversations without an assistant turn that answers." in capsys.readouterr().out
     said = []

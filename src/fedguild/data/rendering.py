@@ -274,17 +274,16 @@ def chat_of(tokenizer: Any) -> Chat:
         DataError: it has none, or cannot say which characters a token covers.
     """
     template = getattr(tokenizer, "chat_template", None)
-    name = getattr(tokenizer, "name_or_path", "") or "the model"
     if isinstance(template, Mapping):
         template = template.get("default")
     if not template:
         raise DataError(
-            f"The data are conversations, but the tokenizer of {name} has no chat template.",
+            "The data are conversations, but the model's tokenizer has no chat template.",
             f"Set data.chat_template to a file with a Jinja template, or to {PLAIN}.",
         )
     if not tokenizer.is_fast:
         raise DataError(
-            f"The data are conversations, but the tokenizer of {name} does not tell which text a token covers.",
+            "The data are conversations, but the model's tokenizer does not tell which text a token covers.",
             "Use a model with a fast tokenizer (tokenizer.json).",
         )
     return _chat(tokenizer, template)

@@ -35,7 +35,7 @@ from fedguild.core.progress import Silent
 from fedguild.core.score_names import names_of
 from fedguild.data import ClientData
 from fedguild.data.batches import Encoded
-from fedguild.data.rendering import CONVERSATIONS, set_chat_template
+from fedguild.data.rendering import CONVERSATIONS, require_chat_template, set_chat_template
 from fedguild.data.rendering import encode as encode_example
 from fedguild.engines.client_report import ClientReport
 from fedguild.engines.local import LocalEngine
@@ -231,7 +231,9 @@ class TrainerService:
         config, data = data_config(self.site), self._prepared_data()
         for sentence in data_sentences(data.corpus, dropped_of(data, config)):
             print(sentence, flush=True)
-        self._load_once(config)
+        backbone = self._load_once(config)
+        for example in data.corpus.train[:1]:
+            require_chat_template(example, backbone.tokenizer)
 
     def _hello(self, message: Message) -> Message:
         config, data = self._config(message), self._client_data()
