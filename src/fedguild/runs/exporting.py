@@ -61,7 +61,8 @@ from fedguild.server.optimizer import own_state
 
 AUDIENCES: dict[Form, str] = {
     "peft": "For peft and transformers. vLLM and SGLang do not take fused experts: `fedguild export` makes the form "
-    "per-expert for them, also from this folder.",
+    "per-expert for them, also from this folder. Where peft warns that it ignored keys of rank_pattern or "
+    "alpha_pattern, it used them.",
     "per-expert": "For vLLM and SGLang, which load an adapter beside the base model. For peft export --format peft.",
     "merged": "For anything that loads a Hugging Face checkpoint: transformers, vLLM, SGLang, llama.cpp's converter.",
     "code": "For transformers, with trust_remote_code=True: the method's own code comes with the weights.",

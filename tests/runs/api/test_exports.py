@@ -55,7 +55,7 @@ def test_two_forms_at_once_are_refused(fedit: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("form", "told", "load"),
     [
-        ("peft", "For peft and transformers.", "PeftModel.from_pretrained(base, folder)"),
+        ("peft", "peft warns that it ignored keys of rank_pattern", "PeftModel.from_pretrained(base, folder)"),
         ("per-expert", "For vLLM and SGLang", "LoRARequest("),
         ("merged", "For anything that loads a Hugging Face checkpoint", "AutoModelForCausalLM.from_pretrained(folder)"),
     ],
