@@ -114,6 +114,14 @@ def test_a_mistake_gets_a_message(arguments: tuple[str, ...], said: str, tmp_pat
     assert said in output
 
 
+def test_the_example_of_a_key_runs_after_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    example = re.search(r"fedguild federation key (\S+)", call("key", "--help")[1])
+    assert example is not None
+    assert call("init", "union", "--clients", "1")[0] == 0
+    assert call("key", example[1])[0] == 0
+
+
 def test_a_run_without_a_server_says_so(guild: Path) -> None:
     status, output = call("run", str(guild / "server"))
     assert status == 2

@@ -104,6 +104,7 @@ def test_the_page_of_a_run_in_which_every_client_has_a_model_of_its_own(personal
 def test_the_page_of_a_comparison(comparison_page: Path) -> None:
     assert comparison_page.parts[-2:] == ("out", "comparison.html")
     page = comparison_page.read_text()
+    assert "Scores over the rounds: mean over the seeds" in page
     assert_self_contained(page)
     assert "<h1>Ranks &amp; experts</h1>" in page
     assert "At the smallest budget, b4 (1 active expert), flame scores" in page

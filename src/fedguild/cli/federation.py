@@ -72,7 +72,7 @@ def init(
     typer.echo(folder)
 
 
-@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation key union/client-000/node.key"))
+@app.command(cls=ExampleCommand, epilog=_examples("fedguild federation key mine/node.key"))
 def key(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="The new private key.", show_default=False)],
 ) -> None:
