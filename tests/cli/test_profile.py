@@ -39,6 +39,7 @@ def test_bytes_are_those_that_the_wire_carries(invoke: Invoke) -> None:
 
 def test_examples_come_from_the_data_at_hand_or_the_config_or_a_stated_default(invoke: Invoke, tmp_path: Path) -> None:
     epochs = ("profile", "fedprompt/tiny-tasks", "training.steps=null", "training.epochs=1", "training.batch_size=10")
+    epochs += ("--context", 512)
 
     def steps(*arguments: object) -> tuple[int, str]:
         result = invoke(*epochs, *arguments, "--json")
@@ -56,6 +57,12 @@ def test_examples_come_from_the_data_at_hand_or_the_config_or_a_stated_default(i
     default, told = steps(*on_the_hub)
     assert default == EXAMPLES / 10
     assert "--examples" in told
+
+
+def test_a_context_that_is_not_given_is_said_to_be_a_bound(invoke: Invoke) -> None:
+    told = "Every sequence counts as data.max_length, 512 tokens"
+    assert told in invoke("profile", "fedit/tiny-tasks").stderr
+    assert told not in invoke("profile", "fedit/tiny-tasks", "--context", 24).stderr
 
 
 def test_checkpointing_is_the_configs_unless_it_is_asked_for(invoke: Invoke) -> None:

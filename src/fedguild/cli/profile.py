@@ -100,6 +100,11 @@ def command(
         show_json(as_rows(costs.profile))
         return
     show(*tables(costs.profile))
+    if context is None and tokens is None:
+        note(
+            f"Every sequence counts as data.max_length, {costs.profile.workload.context_tokens} tokens: FLOPs and "
+            "activations are upper bounds. Give your data's typical length as --context."
+        )
     if costs.assumed_examples:
         note(
             "The config does not say how many examples a client has; "
