@@ -50,6 +50,8 @@ def test_watch_says_where_the_page_is_and_ends_with_ctrl_c(invoke: Invoke, opene
     assert opened == []
     with pytest.raises(OSError, match="refused"):
         urlopen(result.stderr.split()[2], timeout=5)
+    assert "does not exist yet" not in result.stderr
+    assert "runs/flmae does not exist yet; the page waits for it." in invoke("watch", "runs/flmae").stderr
 
 
 RUN = ("run", "flame/tiny-tasks", "--output", "out")

@@ -47,6 +47,8 @@ def command(
     printed here, contains a secret that keeps the machine's other users out.
     """
     with watching(folder, port=port, browser=browser):
+        if not folder.exists():
+            note(f"{folder} does not exist yet; the page waits for it.")
         note("Ctrl-C stops it.")
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
