@@ -15,6 +15,7 @@ import yaml
 import fedguild
 from fedguild.config import Config, table_cells, tables
 from fedguild.config.table import ShippedTable
+from fedguild.core import layout
 from fedguild.core.errors import DataError
 from fedguild.measuring.log.folder import load_run
 from fedguild.methods import build_method
@@ -35,6 +36,13 @@ ROOT = Path(__file__).parents[2]
 write_small = partial(write_run, clients=4, layers=1)
 CONDITIONS = ROOT / "docs" / "methods" / "records" / "conditions.yaml"
 """What the records were run with beside their configs."""
+
+
+def test_the_first_run_lists_the_files_of_a_run() -> None:
+    page = (ROOT / "docs" / "guides" / "first-run.md").read_text("utf-8")
+    files = (layout.CONFIG, layout.METHOD, layout.ENVIRONMENT, layout.PARTITION, layout.SAMPLES, layout.STOPPED)
+    for name in (*files, layout.DIVERGED, layout.CHECKPOINTS, layout.MEMORY):
+        assert f"`{name}" in page, name
 
 
 def test_tables_and_indexes_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
