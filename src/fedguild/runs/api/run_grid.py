@@ -71,11 +71,17 @@ class Cell:
         Raises:
             ConfigError: the folder holds a run with other settings.
         """
+        from fedguild.report.differing import flat
+
         if not has_begun(self.folder):
             return "absent"
-        if load_saved(self.folder / CONFIG).fingerprint() != self.config.fingerprint():
+        saved = load_saved(self.folder / CONFIG)
+        if saved.fingerprint() != self.config.fingerprint():
+            settings = (set(flat(config.model_dump(mode="json"))) for config in (saved, self.config))
+            others = {key for key, _ in set.symmetric_difference(*settings)} - {*self.config.changes_since(saved)}
             raise ConfigError(
-                f"{self.folder} holds a run with settings other than {self.config.name}, seed {self.config.seed}.",
+                f"{self.folder} holds a run with settings other than {self.config.name}, seed {self.config.seed}: "
+                f"{', '.join(sorted(others))}.",
                 "Give another --output, or remove that folder.",
             )
         last = checkpoint.latest(self.folder / CHECKPOINTS)
