@@ -116,7 +116,7 @@ def test_a_mistake_gets_a_message(arguments: tuple[str, ...], said: str, tmp_pat
 
 def test_the_example_of_a_key_runs_after_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    example = re.search(r"fedguild federation key (\S+)", call("key", "--help")[1])
+    example = re.search(r"fedguild federation key (\S+/\S+)", call("key", "--help")[1])
     assert example is not None
     assert call("init", "union", "--clients", "1")[0] == 0
     assert call("key", example[1])[0] == 0
