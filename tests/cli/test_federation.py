@@ -132,6 +132,9 @@ def test_status_without_a_server(guild: Path) -> None:
     status, output = call("status", str(guild / "server"), "--json")
     assert status == 0
     assert Status(**json.loads(output)) == Status(up=False)
+    status, output = call("status", str(guild / "server"))
+    assert "The server does not answer; no run has started." in output
+    assert "registered" not in output
 
 
 def test_status_of_a_server_that_is_up(guild: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,8 +227,9 @@ def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
             str(description["sizes"]["train"]),
             str(description["budget"]),
         )
-    online = sum(node.get("status") == "online" for node in state.nodes)
-    note(f"{len(state.nodes)} key(s) are registered, {online} client(s) online.")
+    if state.up:
+        online = sum(node.get("status") == "online" for node in state.nodes)
+        note(f"{len(state.nodes)} key(s) are registered, {online} client(s) online.")
     where = "no run has started" if state.round is None else f"round {state.round} is complete"
     note(f"The server {'is up' if state.up else 'does not answer'}; {where}.")
     going_on = f"{'A run is stopping' if state.stopping else 'A run is in progress'}: {state.running}."
