@@ -40,6 +40,15 @@ def test_what_came_after_a_round_to_which_a_run_goes_back_is_gone(tmp_path):
     assert values(memory.trained, "client-000", range(4, 7)) == [30, 30, 30]
 
 
+@pytest.mark.parametrize(("left", "up_to"), [((), 0), ((2,), 0), ((2, 3, 4), 2), ((4, 5), 3), ((1, 3, 9), 1)])
+def test_what_a_run_that_goes_back_far_would_need_may_be_gone(left, up_to, tmp_path):
+    memory = ClientMemory(tmp_path)
+    for round in left:
+        memory.save("client-000", round, kept(round))
+    pruned = [round for round in range(1, 11) if memory.is_pruned("client-000", round, keep=2)]
+    assert pruned == list(range(1, up_to + 1))
+
+
 def test_rounds_sort_as_numbers(tmp_path):
     memory = ClientMemory(tmp_path)
     for round in (99_999, 100_000, 2):

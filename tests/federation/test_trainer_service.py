@@ -224,6 +224,39 @@ def test_a_run_that_went_back_delivers_another_model_of_the_same_round(config: C
     assert len([path for path in latest.parent.iterdir() if not path.is_symlink()]) == 2
 
 
+def kept_rounds(trainer: TrainerService) -> list[int]:
+    return [int(path.stem[-5:]) for path in sorted((trainer.work / "runs" / RUN / "clients/client-001").iterdir())]
+
+
+@pytest.fixture
+def long(config: Config) -> Config:
+    """Of two rounds whose checkpoints are kept."""
+    return config.model_copy(update={"federation": config.federation.model_copy(update={"rounds": 9})})
+
+
+def test_a_site_forgets_the_rounds_after_which_a_run_went_back(long: Config, trainer: TrainerService) -> None:
+    first = [trainer.handle(train_request(long, round=round)) for round in (1, 2, 3, 4)]
+    assert kept_rounds(trainer) == [2, 3, 4]
+    again = [trainer.handle(train_request(long, round=3)) for _ in range(2)]  # also asked twice
+    assert [reply.body for reply in again] == [first[2].body] * 2
+    assert kept_rounds(trainer) == [2, 3]
+    assert not trainer.handle(train_request(long, round=5)).failure  # that of a client that missed a round
+
+
+def test_a_run_that_went_back_further_than_a_sites_memory_is_refused(long: Config, trainer: TrainerService) -> None:
+    """Not if the site had not trained before, as then nothing is lost."""
+    for round in (3, 4, 5, 6):
+        assert not trainer.handle(train_request(long, round=round)).failure
+    assert kept_rounds(trainer) == [4, 5, 6]
+    assert trainer.handle(train_request(long, round=4)).failure == (
+        "its site has trained round 6 of this run, and what it kept before round 4 is gone "
+        "(federation.save_total_limit: 2)"
+    )
+    assert kept_rounds(trainer) == [4, 5, 6]
+    assert not trainer.handle(train_request(long, round=3)).failure
+    assert kept_rounds(trainer) == [3]
+
+
 def test_the_same_round_of_many_models_is_refused(config: Config, tmp_path: Path) -> None:
     """Also by the trainer that was started anew; the first request, word for word, gets the same answer again."""
     changes = [{}, {"accept": {"requests_per_round": 2}}, {}]

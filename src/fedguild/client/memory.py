@@ -93,6 +93,15 @@ class ClientMemory:
                 if later > round:
                     self._path(client, later).unlink()
 
+    def is_pruned(self, client: str, before_round: int, keep: int) -> bool:
+        """Whether `forget` may have removed all that a client kept below a round, while newer memories are left.
+
+        Args:
+            keep: `forget` was called with the round of each training less this.
+        """
+        rounds = self._rounds(client)
+        return bool(rounds) and before_round <= min(rounds[0], rounds[-1] - keep)
+
     def _clients(self) -> set[str]:
         return {path.name for path in self.folder.glob("*") if path.is_dir()}
 

@@ -291,6 +291,15 @@ class RequestLog:
         self._seen = seen
         return ""
 
+    def rounds(self, kind: str) -> set[int]:
+        """Returns the rounds of the requests of a kind.
+
+        Raises:
+            FedGuildError: the file cannot be read.
+        """
+        keys = (key.split(" ") for key in self._read())
+        return {int(each[1]) for each in keys if each[0] == kind}
+
     def _read(self) -> dict[str, list[str]]:
         if self._seen is None:
             try:

@@ -27,7 +27,7 @@ from fedguild.config import Config
 from fedguild.config.data import DataSettings
 from fedguild.core.accounting import size_bytes
 from fedguild.core.codec import decode, encode, shrink
-from fedguild.core.errors import ConfigError, FedGuildError, UploadError, nearest
+from fedguild.core.errors import CheckpointError, ConfigError, FedGuildError, UploadError, nearest
 from fedguild.core.files import make_folder, write_bytes
 from fedguild.core.layout import MEMORY
 from fedguild.core.payload import Payload, digest_of
@@ -270,11 +270,13 @@ class TrainerService:
         check_received(task.download, session.needed, "the download")
         schema = method.schema(model, client, task.download, task.round)
         _require_none(self.policy.names_refusal(schema.tensors) or self._count_refusal(message, session))
+        _require_memory(session, message.round, config.federation.save_total_limit)
         experiment.memory.forget(max(0, message.round - config.federation.save_total_limit))
         secret = private_seed(session.secret, experiment.config.fingerprint(), message.body)
         if session.rules is not None and (answer := _stored_answer(experiment.folder, message)) is not None:
             return answer
         _require_none(self._spent(session, message.run))
+        experiment.memory.forget_after(message.round - 1)  # of a run that went back
         (delivery,) = self._engine(session, secret).train(method, model, [task])
         if delivery.upload is None:
             if session.clients is not None:
@@ -595,6 +597,19 @@ def _require_none(refusal: str) -> None:
     """Raises a refusal of the site, unless it is empty; `TrainerService.handle` makes it the reply."""
     if refusal:
         raise _RefusalError(REFUSED + refusal)
+
+
+def _require_memory(session: _Session, round: int, keep: int) -> None:
+    """Raises CheckpointError if the site no longer has what it kept before a round to which a run went back."""
+    experiment = session.experiment
+    trained = session.requests.rounds("train")
+    if experiment.memory.is_pruned(experiment.clients[0].name, round, keep) and min(trained) < round:
+        raise CheckpointError(
+            f"its site has trained round {max(trained)} of this run, and what it kept before round {round} is gone "
+            f"(federation.save_total_limit: {keep})",
+            f"Continue the run from a newer state of the server, or restore {experiment.memory.folder} as it was when "
+            f"round {round - 1} ended.",
+        )
 
 
 def _is_private(message: Message) -> bool:
