@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from fedguild.core.errors import CheckpointError
+from fedguild.core.errors import CheckpointError, FedGuildError
+from fedguild.federation import audit
 from fedguild.federation.audit import AuditLog
 
 
@@ -66,6 +70,48 @@ def test_an_entry_cut_by_a_kill_is_dropped_by_the_next(tmp_path: Path) -> None:
     assert len(log.read()) == 1
     log.append("joined", client=1)
     assert [entry["client"] for entry in log.read()] == [0, 1]
+
+
+class _Short(io.FileIO):
+    """A file on a disk that takes 40 bytes more."""
+
+    def write(self, content: bytes) -> int:  # type: ignore[override]
+        return super().write(content[:40])
+
+
+def full(_: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_a_full_disk_leaves_what_was_written(short: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = AuditLog(tmp_path)
+    log.append("round", round=1)
+    before = log.path.read_bytes()
+    with monkeypatch.context() as patch:
+        if short:
+            patch.setattr(audit, "open", lambda file, mode, buffering: _Short(file, mode), raising=False)
+        else:
+            patch.setattr(os, "fsync", full)
+        with pytest.raises(FedGuildError, match="No space left on device"):
+            log.append("revoked", client="client-000")
+    assert log.path.read_bytes() == before
+    log.append("round", round=2)
+    assert [entry["round"] for entry in log.read()] == [1, 2]
+
+
+def test_a_full_disk_does_not_hide_what_ended_a_run(olmoe_folder, tmp_path, monkeypatch):
+    pytest.importorskip("flwr")
+    from fedguild.federation import serving
+    from tests.federation.flower.loopback_federation import QUICK, grid_of, serve_on, small_config
+
+    def fails(*_: object) -> None:
+        monkeypatch.setattr(os, "fsync", full)
+        raise FedGuildError("the run's own error")
+
+    monkeypatch.setattr(serving, "prepare_remote", fails)
+    with pytest.raises(FedGuildError, match="the run's own error"):
+        serve_on(grid_of([]), small_config(olmoe_folder, *QUICK), tmp_path)
 
 
 @pytest.mark.parametrize("edit", ["change", "remove", "move", "repeat"])

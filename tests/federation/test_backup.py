@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from fedguild.core.errors import FedGuildError
+from fedguild.core.layout import SPOOL, UPLOADS
 from fedguild.federation import backup
 from fedguild.federation.audit import AuditLog
 from fedguild.federation.backup import back_up
@@ -82,6 +83,20 @@ def test_a_copy_during_which_a_round_ends_is_taken_again(rounds, server, tmp_pat
         back_up(server, copy)
         assert [path.name for path in (copy / "state/run/checkpoints").iterdir()] == ["round-00004.checkpoint"]
         assert (copy / "state/run/metrics.jsonl").read_text() == "{}\n"
+
+
+def test_uploads_on_their_way_are_not_copied_and_hold_up_no_copy(server, tmp_path, monkeypatch):
+    files = backup._files
+
+    def and_an_upload_comes(run: Path) -> set[tuple[str, ...]]:
+        for folder in (UPLOADS, SPOOL):
+            (run / folder).mkdir(exist_ok=True)
+            (run / folder / f"{len(list((run / folder).iterdir()))}.upload").write_text("of one client")
+        return files(run)
+
+    monkeypatch.setattr(backup, "_files", and_an_upload_comes)
+    back_up(server, tmp_path / "copy")
+    assert sorted(path.name for path in (tmp_path / "copy/state/run").iterdir()) == ["checkpoints", "metrics.jsonl"]
 
 
 def test_flowers_database_is_copied_with_what_is_not_in_its_file_yet(server: Path, tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from fedguild.config import Config
-from fedguild.core.errors import DataError
+from fedguild.core.errors import DataError, FedGuildError
+from fedguild.federation import trainer_service
 from fedguild.federation.flower.engine import read_payload
 from fedguild.federation.flower.message import Message
 from fedguild.federation.testing import drive
@@ -57,6 +58,24 @@ def test_another_request_gets_other_noise_and_the_same_one_the_same_answer(olmoe
     assert rules is not None
     expected = rules.release(len(trainer._client_data().train))
     assert list(Ledger(trainer.work / FILE).releases(LEDGER_NAME).values()) == [expected] * 2
+
+
+def test_an_answer_that_a_full_disk_does_not_take_is_sent_all_the_same(olmoe_folder, tmp_path, monkeypatch):
+    """The same request is then trained, and paid for, again."""
+
+    def full(path: Path, content: bytes) -> None:
+        raise FedGuildError(f"Cannot write {path}: No space left on device.")
+
+    config = private(olmoe_folder, *LOCAL)
+    trainer, request = site(config, tmp_path), train_request(config)
+    trainer._session(RUN, trainer._config(request))
+    with monkeypatch.context() as patch:
+        patch.setattr(trainer_service, "write_bytes", full)
+        first = answered(trainer, request)
+    second, third = answered(trainer, request), answered(trainer, request)
+    assert not any(torch.equal(first[name], value) for name, value in second.items())
+    assert all(torch.equal(third[name], value) for name, value in second.items())
+    assert len(Ledger(trainer.work / FILE).releases(LEDGER_NAME)) == 2
 
 
 def test_a_site_says_no_size_loss_or_score_that_is_not_public(olmoe_folder: Path, tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import itertools
+import os
 
 import numpy as np
 import pytest
 import torch
 
+from fedguild.core import journal
 from fedguild.core.errors import FedGuildError, UploadError
 from fedguild.core.payload import ADAPTER, Payload
 from fedguild.federation.sum_log import SumLog, sketch, told_apart
@@ -37,6 +41,26 @@ def enters(log, run, number, download, clients, stated=None):
     except UploadError:
         return False
     return True
+
+
+@pytest.mark.parametrize("synced", [0, 1])
+def test_a_disk_that_is_full_at_the_first_sum_leaves_a_record_that_can_be_read(synced, log, monkeypatch):
+    enter, left, sync = log().training("one", 1, drawn()), [synced], os.fsync
+
+    def full(descriptor: int) -> None:
+        if not left[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        left[0] -= 1
+        sync(descriptor)
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(journal.os, "fsync", full)
+            with contextlib.suppress(FedGuildError):
+                enter("weights", ALL, None)
+    enter("weights", ALL, None)
+    assert enters(log(), "one", 1, drawn(), ALL)
+    assert not enters(log(), "one", 1, drawn(), ALL[:-1])
 
 
 @pytest.mark.parametrize(

@@ -224,6 +224,20 @@ def test_a_run_that_went_back_delivers_another_model_of_the_same_round(config: C
     assert len([path for path in latest.parent.iterdir() if not path.is_symlink()]) == 2
 
 
+def test_what_a_killed_site_left_half_written_is_gone(config: Config, tmp_path: Path) -> None:
+    trainers_of(config, tmp_path)[1].handle(train_request(config))
+    run = tmp_path / "client-001/work/runs" / RUN
+    for left in (
+        ".answer.x.part",
+        "clients/client-001/.round-00001.memory.x.part",
+        "merges/.version-00001.merge.x.part",
+    ):
+        (run / left).parent.mkdir(exist_ok=True)
+        (run / left).write_bytes(b"half")
+    assert not trainers_of(config, tmp_path)[1].handle(train_request(config)).failure
+    assert not list(run.rglob("*.part"))
+
+
 def kept_rounds(trainer: TrainerService) -> list[int]:
     return [int(path.stem[-5:]) for path in sorted((trainer.work / "runs" / RUN / "clients/client-001").iterdir())]
 

@@ -21,25 +21,26 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        *self.lines, torn = path.read_bytes().split(b"\n") if path.exists() else [b""]
-        self._torn = bool(torn)
+        content = path.read_bytes() if path.exists() else b""
+        *self.lines, torn = content.split(b"\n")
+        self._torn = len(content) - len(torn) if torn else None
 
-    def append(self, line: bytes) -> None:
-        """Adds a line and waits until it is on disk.
+    def append(self, *lines: bytes) -> None:
+        """Adds lines and waits until they are on disk.
 
         Raises:
-            FedGuildError: it cannot be written.
+            FedGuildError: they cannot be written; the next call removes what there is of them.
         """
         try:
             make_folder(self.path.parent)
             with open(self.path, "ab", opener=lambda path, flags: os.open(path, flags, PRIVATE_FILE)) as file:
-                if self._torn:
-                    file.truncate(self.path.read_bytes().rfind(b"\n") + 1)
-                self._torn = True  # until the whole line is there: a full disk may take a part of it
-                file.write(line + b"\n")
+                if self._torn is not None:
+                    file.truncate(self._torn)
+                self._torn = file.seek(0, os.SEEK_END)  # until all is there: a full disk may take a part of it
+                file.writelines(line + b"\n" for line in lines)
                 file.flush()
                 os.fsync(file.fileno())
-                self._torn = False
+                self._torn = None
         except OSError as error:
             raise FedGuildError(
                 f"Cannot write {self.path}: {error.strerror or error}.",

@@ -8,6 +8,7 @@ rewrite all of it, so an operator who is accountable for it should copy the last
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 from filelock import FileLock
 
 from fedguild.core import chained
-from fedguild.core.errors import CheckpointError
+from fedguild.core.errors import CheckpointError, FedGuildError
 from fedguild.core.files import PRIVATE_FILE, make_folder
 from fedguild.core.layout import AUDIT
 
@@ -49,22 +50,38 @@ class AuditLog:
         Args:
             event: As for `append`.
             entries: The details of each.
+
+        Raises:
+            FedGuildError: they cannot be written; the log is as before.
         """
         if not entries:
             return
-        make_folder(self.path.parent)
-        time = datetime.now(UTC).isoformat(timespec="milliseconds")
-        with (
-            FileLock(self.path.with_name(f".{AUDIT}.lock"), mode=PRIVATE_FILE),
-            open(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE_FILE), "r+b", buffering=0) as stream,
-        ):
-            end, before = chained.last_seal(stream)
-            stream.truncate(end)
-            for values in entries:
-                entry = json.dumps({"time": time, "event": event, **values}, ensure_ascii=False, separators=(",", ":"))
-                line, before = chained.sealed(entry, before)
-                stream.write(line)
-            os.fsync(stream.fileno())
+        time, lines = datetime.now(UTC).isoformat(timespec="milliseconds"), list[bytes]()
+        try:
+            make_folder(self.path.parent)
+            with (
+                FileLock(self.path.with_name(f".{AUDIT}.lock"), mode=PRIVATE_FILE),
+                open(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE_FILE), "r+b", buffering=0) as log,
+            ):
+                end, before = chained.last_seal(log)
+                log.truncate(end)
+                for values in entries:
+                    details = {"time": time, "event": event, **values}
+                    entry = json.dumps(details, ensure_ascii=False, separators=(",", ":"))
+                    line, before = chained.sealed(entry, before)
+                    lines.append(line)
+                try:
+                    if log.write(content := b"".join(lines)) != len(content):
+                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                    os.fsync(log.fileno())
+                except OSError:
+                    log.truncate(end)
+                    raise
+        except OSError as error:
+            raise FedGuildError(
+                f"Cannot write {self.path}: {error.strerror or error}.",
+                "The entries before are untouched; free some space or check the permissions.",
+            ) from error
 
     @property
     def seal(self) -> str:

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from fedguild.core.errors import FedGuildError
 from fedguild.core.files import PRIVATE_FILE
-from fedguild.core.layout import RUN, UPLOADS
+from fedguild.core.layout import RUN, SPOOL, UPLOADS
 from fedguild.federation.commands import DATABASE
 from fedguild.federation.site import load_server
 
 ATTEMPTS = 20
-_PASSING = (".*.part", "*.lock", ".lock.json", UPLOADS)
+_PASSING = (".*.part", "*.lock", ".lock.json", UPLOADS, SPOOL)
 _ignore_passing = shutil.ignore_patterns(*_PASSING)
 _ignore_logs_too = shutil.ignore_patterns(*_PASSING, "*.jsonl")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -297,7 +298,8 @@ def serve(
     except Exception as error:
         if holds_lock:
             reason = error.message if isinstance(error, FedGuildError) else f"{type(error).__name__}: {error}"
-            audit.append("stopped", reason=reason)
+            with suppress(FedGuildError):  # the disk is full: `error` is what ended the run
+                audit.append("stopped", reason=reason)
             withdraw_request(state)
         raise
     audit.append("ended", rounds=result.rounds)

@@ -123,9 +123,9 @@ class SumLog:
                 "`seed`; or, where all agree, set accept.repeat_sessions in site.yaml."
             )
         if not any((each.run, each.round, each.clients) == (new.run, new.round, new.clients) for each in same):
-            if not self._sums and not self._journal.lines:
-                self._journal.append(json.dumps({"secret": f"{self._secret:032x}"}).encode())
-            self._journal.append(json.dumps(_written(new)).encode())
+            is_first = not self._sums and not self._journal.lines
+            lines = [{"secret": f"{self._secret:032x}"}] * is_first + [_written(new)]
+            self._journal.append(*(json.dumps(line).encode() for line in lines))
             self._sums.append(new)
 
     def _require_no_earlier(self, new: _Sum) -> None:

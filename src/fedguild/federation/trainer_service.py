@@ -33,6 +33,7 @@ from fedguild.core.layout import MEMORY
 from fedguild.core.payload import Payload, digest_of
 from fedguild.core.progress import Silent
 from fedguild.core.score_names import names_of
+from fedguild.core.sealed import remove_leftovers
 from fedguild.data import ClientData
 from fedguild.data.batches import Encoded
 from fedguild.data.rendering import CONVERSATIONS, require_chat_template, set_chat_template
@@ -296,7 +297,10 @@ class TrainerService:
         report = ClientReport(delivery.report, delivery.frequency, delivery.peak_memory_bytes)
         reply = message.reply(metadata=report.to_json(), body=encode(upload))
         if session.rules is not None:
-            write_bytes(experiment.folder / ANSWER, _digest(message) + reply.to_bytes())
+            try:
+                write_bytes(experiment.folder / ANSWER, _digest(message) + reply.to_bytes())
+            except FedGuildError as error:  # its privacy is spent; asked again, the site trains and spends anew
+                print(f"train, round {message.round}: {error}", file=sys.stderr, flush=True)
         return reply
 
     def _spent(self, session: _Session, run: str) -> str:
@@ -468,15 +472,16 @@ class TrainerService:
             _require_none(refusal)
         if unscored := self.unscored(config):
             print(unscored, flush=True)
-        if not (self.work / "runs" / run / BOUND).exists():
+        folder = self.work / "runs" / run
+        if not (folder / BOUND).exists():
             _require_none(self.policy.begin_refusal(_begun_within_a_day(self.work / "runs")))
-        _bind(self.work / "runs" / run, config)
+        _bind(folder, config)
+        remove_leftovers(folder, below=True)
         examples = len(client_data.train)
         if rules is None or rules.settings.is_central:
             self.ledger.add(LEDGER_NAME, f"{run}-{CLEAR}", IN_THE_CLEAR)
         said = examples if rules is None else rules.said_examples(examples)
         client = ClientInfo(self.site.client, self._budget(config, tiers), said)
-        folder = self.work / "runs" / run
         memory = ClientMemory(folder / MEMORY, trained=config.evaluation.trained)
         experiment = Experiment(
             config,

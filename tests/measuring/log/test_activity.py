@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +80,14 @@ def test_events_that_cannot_be_written_disturb_nobody(tmp_path: Path) -> None:
     (tmp_path / ActivityLog.FILE).mkdir()
     ActivityLog(tmp_path).append("stage", text="Loading")
     ActivityLog(tmp_path / "absent").append("stage", text="Loading")
+
+
+def test_a_log_that_cannot_be_shortened_on_a_full_disk_disturbs_nobody(tmp_path, monkeypatch):
+    def full(**_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(tempfile, "mkstemp", full)
+    log = ActivityLog(tmp_path, most_bytes=100)
+    for _ in range(2):
+        log.append("request", kind="x" * 90)
+    assert len(events(tmp_path)) == 2

@@ -46,7 +46,7 @@ class ActivityLog:
 
     def append(self, event: str, **values: Any) -> None:
         line = json.dumps({"time": round(time.time(), 3), "event": event, **values}, ensure_ascii=False)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, FedGuildError):
             file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, PRIVATE_FILE)
             try:
                 os.write(file, line.encode() + b"\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from fedguild.config import Config
+from fedguild.core.layout import SPOOL
 from fedguild.core.progress import unnoted
 from fedguild.engines.coded import CodedEngine
 from fedguild.runs.setup.experiment import Experiment, run_identity
@@ -14,9 +15,6 @@ from fedguild.server.method import Method, takes_means
 from fedguild.server.robust import Aggregator, RobustMean, left_out
 from fedguild.server.round import Filter
 from fedguild.server.secure_round import SecureAggregation
-
-SPOOL = "spool"
-"""The folder in a run's folder with the uploads that are held."""
 
 
 def aggregator_of(config: Config, method: Method, *, real: bool) -> Aggregator | None:
