@@ -13,8 +13,11 @@ from fedguild.core.layout import SPOOL, UPLOADS
 from fedguild.federation import backup
 from fedguild.federation.audit import AuditLog
 from fedguild.federation.backup import back_up
+from fedguild.federation.flower.adapter import GridTransport
+from fedguild.federation.serving import serve
+from fedguild.federation.site import ServerSettings
 from fedguild.measuring.log.records import RoundRecord, RunLog
-from fedguild.server import checkpoint
+from fedguild.server import checkpoint, merge_history
 from tests.federation.flower.loopback_federation import QUICK, grid_of, serve_on, small_config, trainers_of
 
 pytest.importorskip("flwr")
@@ -50,6 +53,20 @@ def test_a_copy_taken_in_a_round_goes_on_in_the_folders_place(olmoe_folder: Path
     again = checkpoint.load(server / "state/run/checkpoints", 4, fingerprint=config.fingerprint()).state
     assert again.tensors.keys() == whole.tensors.keys()
     assert all(again.tensors[name].equal(value) for name, value in whole.tensors.items())
+
+
+def test_a_run_goes_back_before_what_its_sites_have_folded(olmoe_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(merge_history, "FLOOR", 0)
+    extra = ("evaluation.max_examples=2", "training.steps=1", "federation.rounds=8", "federation.save_total_limit=9")
+    config = small_config(olmoe_folder, *QUICK, *extra, base="fedex-lora/tiny-tasks")
+    trainers, whole = trainers_of(config, tmp_path), tmp_path / "server/state/run/checkpoints"
+    serve_on(grid_of(trainers), config, tmp_path / "server")
+    assert list(tmp_path.glob("client-*/work/runs/*/merges/folded-*"))
+    before = checkpoint.load(whole, 8, fingerprint=config.fingerprint()).state
+    settings = ServerSettings(wait_seconds=5, reconnect_seconds=0, deliver=False, server_evaluation=True)
+    serve(GridTransport(grid_of(trainers)), settings, tmp_path / "server", round=2, poll_seconds=0.0)
+    after = checkpoint.load(whole, 8, fingerprint=config.fingerprint()).state
+    assert all(after.tensors[name].equal(value) for name, value in before.tensors.items())
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from fedguild.core.payload import Payload
 from fedguild.model.weight_changes import changes, with_changes
 from fedguild.server import checkpoint, merge_history
 from fedguild.server.low_rank import Factors
-from fedguild.server.merge_history import HELD, HOLDERS, appended, delivery, echo, merges, no_merges
+from fedguild.server.merge_history import HELD, HOLDERS, appended, delivery, echo, merges, no_merges, unheld
 from fedguild.server.method import Upload
 
 CLIENTS = [ClientInfo(index, Budget("all", 1, 1), 4) for index in range(4)]
@@ -52,6 +52,19 @@ def test_every_client_ends_with_the_same_changes(tmp_path) -> None:
             assert found.keys() == merges(state).keys()
             assert all(torch.equal(found[name], value) for name, value in merges(state).items())
         state = appended(state, change(float(value)), uploads(state, *who))
+
+
+def test_sites_that_have_folded_more_can_go_back_to_any_state(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(merge_history, "FLOOR", 0)
+    ledger, states = MergeLedger(tmp_path), [no_merges()]
+    for round in range(1, 9):
+        ledger.receive(delivery(states[-1], CLIENTS[0]))
+        states.append(appended(states[-1], random_change(round, rank=30), uploads(states[-1], 0)))
+    for state in states[::-1]:
+        found = ledger.receive(delivery(unheld(state), CLIENTS[0]))
+        assert found.keys() == merges(state).keys()
+        assert all(torch.equal(found[name], value) for name, value in merges(state).items())
+    assert unheld(Payload()) == Payload()
 
 
 def test_a_late_client_does_not_hold_the_version_that_it_did_not_train_on() -> None:

@@ -77,7 +77,7 @@ from fedguild.server import checkpoint
 from fedguild.server.checkpoint import Checkpoint
 from fedguild.server.divergence import require_learning
 from fedguild.server.engine import Engine
-from fedguild.server.merge_history import merges
+from fedguild.server.merge_history import merges, unheld
 from fedguild.server.method import Roster, returned, starting_rng
 from fedguild.server.optimizer import own_state
 from fedguild.server.round import Again, Outcome, RoundSetup
@@ -172,15 +172,17 @@ def resume(
             with RunLog(output).truncating_after(saved.round, saved.extra.get(LOG_SEAL)):
                 if round is not None:
                     checkpoint.remove_after(output / CHECKPOINTS, round)
-            accepted = saved.extra.get(ACCEPTED, ())
+            state, accepted = saved.state, saved.extra.get(ACCEPTED, ())
             _tell_other_method(config, output, told)
             if experiment.remote is None:
                 experiment.memory.forget_after(saved.round)
-                MergeLedger.beside(experiment.memory).refill(merges(saved.state))
+                MergeLedger.beside(experiment.memory).refill(merges(state))
+            elif round is not None:
+                state = unheld(state)
             (output / REPORT_FILE).unlink(missing_ok=True)  # so that nobody takes the run for one that has ended
             again = not was_stopped and round is None and saved.round > 0
             with _engine_of(experiment) as engine:
-                rounds = _Rounds(experiment, engine, saved.state, saved.round + 1, accepted, every)
+                rounds = _Rounds(experiment, engine, state, saved.round + 1, accepted, every)
                 return rounds.run(saved_again=again)
 
 

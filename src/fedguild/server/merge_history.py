@@ -66,6 +66,12 @@ def delivery(state: Payload, client: ClientInfo) -> Payload:
     return Payload(with_part(MERGE, lacking), _scalars(state, VERSION, DIGEST, FOLDED))
 
 
+def unheld(state: Payload) -> Payload:
+    """Returns a run's state to which it goes back: every client gets the whole history, as sites may have folded it."""
+    nobody = {HOLDERS: torch.zeros(0, dtype=torch.int64)} if HOLDERS in state.tensors else {}
+    return Payload({**state.tensors, **nobody}, state.scalars)
+
+
 def _scalars(state: Payload, *names: str) -> dict[str, Scalar]:
     return {name: state.scalars[name] for name in names if name != FOLDED or name in state.scalars}
 
