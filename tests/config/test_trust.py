@@ -164,6 +164,32 @@ def test_a_method_that_a_config_from_somebody_else_names(olmoe_folder, tmp_path,
     }
 
 
+def test_the_address_of_a_ray_cluster_in_a_config_from_somebody_else(tmp_path):
+    """A Ray cluster gets the training data, and answers with pickles."""
+    asks, address = "asks to run Python code from the Ray cluster", "ray://127.0.0.1:9"
+    path, extending = tmp_path / "config.yaml", tmp_path / "mine.yaml"
+    engine = {"name": "ray", "ray": {"address": address, "actors": 1}}
+    path.write_text(yaml.safe_dump({"extends": "fedit/tiny-tasks", "federation": {"engine": engine}}))
+    extending.write_text("extends: config.yaml\nfederation: {engine: {ray: {actors: 2}}}\n")
+    for given in (path, extending):
+        with pytest.raises(ConfigError, match=asks):
+            load_config(given)
+        for setting in (f"ray.address={address}", "ray.address=auto", "ray.address=null", "name=local"):
+            assert load_config(given, [f"federation.engine.{setting}"])
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(load_config(path, ["federation.engine.ray.address=10.0.0.9:1"]).resolved_yaml())
+    for command in (("run", path), ("resume", run)):
+        refused = invoke(*command)
+        assert (refused.exit_code, asks in " ".join(refused.output.split())) == (2, True), refused.output
+    said = invoke("trust", path)
+    assert f"may run Python code from the Ray cluster {address}" in " ".join(said.output.split()), said.output
+    assert load_config(extending).federation.engine.ray.address == address
+    path.write_text(path.read_text().replace(address, "ray://127.0.0.1:10"))
+    with pytest.raises(ConfigError, match=asks):
+        load_config(extending)
+
+
 def test_what_several_say_at_once_is_all_kept(tmp_path, monkeypatch):
     files = [tmp_path / f"{number}.yaml" for number in range(16)]
     for file in files:

@@ -24,7 +24,7 @@ def command(
         ),
     ],
 ) -> None:
-    """Let a file that somebody else wrote run Python code: a model's, a method, or functions as metrics."""
+    """Let a file that somebody else wrote run Python code: a model's, a method, metrics, or a Ray cluster's."""
     from fedguild.export.manifest import MANIFEST, place_of_base, read_manifest
 
     inside = [path / name for name in (CONFIG, SITE_FILE, MANIFEST) if (path / name).is_file()]
@@ -43,7 +43,10 @@ def command(
     else:
         asking = asking_files(file)
     if not asking:
-        asked = "a model's code (model.trust_remote_code), a class (method) or a function (evaluation.metrics)"
+        asked = (
+            "a model's code (model.trust_remote_code), a class (method), a function (evaluation.metrics) or that of a "
+            "Ray cluster (federation.engine.ray.address)"
+        )
         typer.echo(f"{file} does not ask to run {asked}: nothing to say.")
     for each, code in asking:
         trust(each, [code])

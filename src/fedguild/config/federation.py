@@ -46,7 +46,8 @@ class RaySettings(Section):
     address: str | None = Field(
         default=None,
         min_length=1,
-        description="Address of a Ray cluster, for example auto or 10.0.0.1:6379; null: start Ray on this machine.",
+        description="Address of a Ray cluster, for example auto or 10.0.0.1:6379; null: start Ray on this machine. "
+        "In a file an address other than auto counts after `fedguild trust` of that file.",
     )
     actors: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         default="auto",

@@ -80,10 +80,13 @@ def _read(layers: Sequence[Layer], name: str) -> Config:
 
 
 def _says(layer: Layer, key: str) -> bool:
-    """Whether a layer has a setting, `section.name`."""
-    section, _, name = key.partition(".")
-    settings = layer.settings.get(section)
-    return isinstance(settings, Mapping) and name in settings
+    """Whether a layer has a setting, `section.name` or deeper."""
+    settings: Any = layer.settings
+    for name in key.split("."):
+        if not isinstance(settings, Mapping) or name not in settings:
+            return False
+        settings = settings[name]
+    return True
 
 
 def asking_files(path: Path) -> list[tuple[Path, Code]]:

@@ -19,7 +19,7 @@ from fedguild.config.federation import FederationSettings
 from fedguild.config.privacy import PrivacySettings
 from fedguild.config.renamed import with_old_names
 from fedguild.config.training import TrainingSettings
-from fedguild.config.trust import Code, code_of_method, code_of_metric, code_of_model
+from fedguild.config.trust import Code, code_of_cluster, code_of_method, code_of_metric, code_of_model
 from fedguild.core.plugins import is_target
 
 NOT_IN_FINGERPRINT = (
@@ -324,7 +324,11 @@ class Config(Section):
         """The Python code that it asks to run, which is neither FedGuild's nor a plug-in's."""
         models = [code_of_model(self.model.path)] if self.model.trust_remote_code else []
         methods = [code_of_method(self.method.name)] if is_target(self.method.name) else []
-        return [*models, *methods, *(code_of_metric(name) for name in self.evaluation.metrics if is_target(name))]
+        metrics = [code_of_metric(name) for name in self.evaluation.metrics if is_target(name)]
+        engine = self.federation.engine
+        remote = engine.name == "ray" and engine.ray.address not in (None, "auto", "local")
+        clusters = [code_of_cluster(str(engine.ray.address))] if remote else []
+        return [*models, *methods, *metrics, *clusters]
 
     @property
     def local_training(self) -> TrainingSettings:

@@ -1,10 +1,11 @@
 """Trust in files: which ones may run Python code that is not FedGuild's or a plug-in's, by this user's word.
 
 `model.trust_remote_code` runs code from the model's folder or repository; `module:Class` as the method and
-`module:function` in `evaluation.metrics` import a module. In a file that somebody else wrote (a run's folder, a config,
-a site) it is not this user's word. It counts where the user gives it, as an override or in Python, or has said
-`fedguild trust` of the file. That is recorded in `$XDG_CONFIG_HOME/fedguild/trusted.json`, by the file's path and the
-code. What a run of this user writes is recorded as it is written.
+`module:function` in `evaluation.metrics` import a module; a Ray cluster answers with pickles, which run code. In a file
+that somebody else wrote (a run's folder, a config, a site) it is not this user's word. It counts where the user gives
+it, as an override or in Python, or has said `fedguild trust` of the file. That is recorded in
+`$XDG_CONFIG_HOME/fedguild/trusted.json`, by the file's path and the code. What a run of this user writes is recorded as
+it is written.
 """
 
 from __future__ import annotations
@@ -50,6 +51,12 @@ def code_of_method(name: str) -> Code:
 def code_of_metric(name: str) -> Code:
     setting = "evaluation.metrics"
     return Code(setting, f"function {name}", f"the Python function {name}", f"'{setting}=[{name}]'")
+
+
+def code_of_cluster(address: str) -> Code:
+    setting = "federation.engine.ray.address"
+    described = f"Python code from the Ray cluster {address}, which gets the training data"
+    return Code(setting, f"cluster {address}", described, f"{setting}={address}")
 
 
 def trust(file: Path, code: Iterable[Code]) -> None:
