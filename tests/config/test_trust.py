@@ -90,6 +90,29 @@ def test_a_config_from_somebody_else(hostile, tmp_path):
         load_config(str(extending), [f"model.path={tmp_path / 'another'}"])
 
 
+def test_a_relative_path_is_trusted_where_it_led_and_at_its_revision(tmp_path, monkeypatch):
+    for folder in ("mine", "strangers"):
+        (tmp_path / folder / "m").mkdir(parents=True)
+    path = file(tmp_path / "config.yaml", "m", extends="fedit/tiny-tasks")
+    monkeypatch.chdir(tmp_path / "mine")
+    assert str(tmp_path / "mine/m") in "".join(invoke("trust", path).output.split("\n"))
+    assert load_config(path).model.trust_remote_code
+    with pytest.raises(ConfigError, match=ASKS):
+        load_config(path, ["model.revision=refs/pr/7"])
+    monkeypatch.chdir(tmp_path / "strangers")
+    with pytest.raises(ConfigError, match=ASKS):
+        load_config(path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=ASKS):
+        load_config(path)
+    hub = file(tmp_path / "hub.yaml", "owner/name", extends="fedit/tiny-tasks")
+    assert "model owner/name." in invoke("trust", hub).output
+    assert load_config(hub).model.trust_remote_code
+    (tmp_path / "owner/name").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=ASKS):
+        load_config(hub)
+
+
 def run_once_trusted(code, settings):
     """Runs `config.yaml`, which is refused and runs no code before it is trusted; returns what the refusal says."""
     asks = f"asks to run {code}"
@@ -236,6 +259,21 @@ def test_a_site_from_somebody_else(hostile, tmp_path):
         load_site(path.parent)
     assert invoke("trust", path.parent).exit_code == 0
     assert load_site(path.parent).model.trust_remote_code
+
+
+def test_a_sites_relative_path_starts_in_its_folder(tmp_path, monkeypatch):
+    site, elsewhere = tmp_path / "site", tmp_path / "elsewhere"
+    for folder in (site / "model/m", elsewhere / "model/m"):
+        folder.mkdir(parents=True)
+    file(site / "site.yaml", "model/m", client=0, server="127.0.0.1:9")
+    monkeypatch.chdir(elsewhere)
+    assert invoke("trust", site).exit_code == 0
+    monkeypatch.chdir(site)
+    assert load_site(Path()).model.trust_remote_code
+    shutil.move(site / "model/m", site / "model/old")
+    (site / "model/m").symlink_to(elsewhere / "model/m")
+    with pytest.raises(ConfigError, match=ASKS):
+        load_site(site)
 
 
 def test_a_run_of_this_user_is_trusted_where_it_was_written_and_nowhere_else(olmoe_folder, tmp_path):

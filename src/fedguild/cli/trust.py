@@ -35,11 +35,13 @@ def command(
         )
     file = inside[0] if inside else path
     if file.name == SITE_FILE:
-        settings = read_settings(file, SiteSettings)
-        asking = [(file, code_of_model(settings.model.path))] if settings.model.trust_remote_code else []
+        model = read_settings(file, SiteSettings).model
+        code = code_of_model(model.path, model.revision, start=file.parent)
+        asking = [(file, code)] if model.trust_remote_code else []
     elif file.name == MANIFEST:
         base = read_manifest(file.parent).base
-        asking = [(file, code_of_model(place_of_base(file.parent, base)))] if base.trust_remote_code else []
+        code = code_of_model(place_of_base(file.parent, base), base.revision)
+        asking = [(file, code)] if base.trust_remote_code else []
     else:
         asking = asking_files(file)
     if not asking:

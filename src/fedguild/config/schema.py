@@ -322,7 +322,8 @@ class Config(Section):
     @property
     def code(self) -> list[Code]:
         """The Python code that it asks to run, which is neither FedGuild's nor a plug-in's."""
-        models = [code_of_model(self.model.path)] if self.model.trust_remote_code else []
+        model = self.model
+        models = [code_of_model(model.path, model.revision)] if model.trust_remote_code else []
         methods = [code_of_method(self.method.name)] if is_target(self.method.name) else []
         metrics = [code_of_metric(name) for name in self.evaluation.metrics if is_target(name)]
         engine = self.federation.engine

@@ -39,9 +39,16 @@ class Code:
     override: str
 
 
-def code_of_model(path: str) -> Code:
-    setting = "model.trust_remote_code"
-    return Code(setting, path, f"the Python code that comes with the model {path}", f"{setting}=true")
+def code_of_model(path: str, revision: str | None = None, *, start: Path = Path()) -> Code:
+    """Returns the code of a model: of the folder that the path means now, or of a revision on the hub.
+
+    Args:
+        start: The folder in which a relative path starts.
+    """
+    setting, place = "model.trust_remote_code", os.path.join(start, path)
+    model = os.path.realpath(place) if os.path.exists(place) else path
+    model += f"@{revision}" if revision else ""
+    return Code(setting, model, f"the Python code that comes with the model {model}", f"{setting}=true")
 
 
 def code_of_method(name: str) -> Code:

@@ -137,7 +137,7 @@ def _write_client(folder: Path, config: Config, index: int, address: str, *, own
     if own:
         data["partition"] = {"scheme": "iid"}
     if config.model.trust_remote_code:
-        trust(site / SITE_FILE, [code_of_model(str(model["path"]))])
+        trust(site / SITE_FILE, [code_of_model(str(model["path"]), config.model.revision, start=site)])
     write_text(
         site / SITE_FILE,
         templates.SITE.format(

@@ -356,7 +356,7 @@ def load_site(folder: Path) -> SiteSettings:
     """
     site = read_settings(folder / SITE_FILE, SiteSettings)
     if site.model.trust_remote_code:
-        require_trusted(folder / SITE_FILE, code_of_model(site.model.path))
+        require_trusted(folder / SITE_FILE, code_of_model(site.model.path, site.model.revision, start=folder))
     if site.data.share >= site.data.shares:
         raise ConfigError(
             f"{folder / SITE_FILE}: data.share is {site.data.share}, but data.shares is {site.data.shares}.",

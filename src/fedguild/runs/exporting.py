@@ -262,7 +262,7 @@ def _write(source: _Source, output: Path, format: Form) -> Exported:
         write_manifest(folder, written, described, deployment.plan, origin)
         write_text(folder / FILE, card + f"\n{AUDIENCES[written]}\n")
     if described.trust_remote_code:
-        trust(output / MANIFEST, [code_of_model(place_of_base(output, described))])
+        trust(output / MANIFEST, [code_of_model(place_of_base(output, described), described.revision)])
     return Exported(output, written, reason)
 
 
@@ -284,7 +284,7 @@ def _converted(folder: Path, output: Path, format: Form) -> Exported:
             f"Put that model there; it was {manifest.origin['base']}.",
         )
     if base.trust_remote_code:
-        require_trusted(folder / MANIFEST, code_of_model(path))
+        require_trusted(folder / MANIFEST, code_of_model(path, base.revision))
     given = {"path": path, **base.model_dump(include={"revision", "dtype", "trust_remote_code"})}
     backbone = load_backbone(**ModelSettings(**given).model_dump())
     if (folder / "tokenizer_config.json").is_file():  # with the base model's code, which alone is trusted
