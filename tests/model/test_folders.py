@@ -96,6 +96,15 @@ def with_code(folder: Path) -> Path:
     return folder
 
 
+def with_adapter(folder: Path) -> Path:
+    """A model with an adapter in its folder, which transformers applies if peft is installed."""
+    peft = pytest.importorskip("peft")
+    plain(folder)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    peft.get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config).save_pretrained(folder)
+    return folder
+
+
 def as_gguf(folder: Path) -> Path:
     pytest.importorskip("gguf")
     plain(folder, num_key_value_heads=2)
@@ -155,6 +164,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
         "has no end token.*eos_token in tokenizer_config.json",
     ),
     "code of its own": (with_code, "model.trust_remote_code=true: read it first"),
+    "an adapter in its folder": (with_adapter, r"an adapter beside it \(adapter_config.json\).*Merge it"),
     "not there yet": (lambda _: Path("models/smollm2-135m"), "no folder models/smollm2-135m.*make smollm2"),
 }
 
@@ -167,6 +177,18 @@ def test_a_folder_that_is_refused_before_training(kind: str, tmp_path: Path, mon
     for look in (inspect_model, load_backbone):
         with pytest.raises(ModelError, match=f"(?s){told}"):
             look(path)
+
+
+def test_an_adapter_in_a_models_repository_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = tmp_path / "hub/models--owner--name/snapshots" / ("0" * 40)
+    plain(snapshot)
+    (snapshot / "adapter_config.json").write_text("{}")
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("0" * 40)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    with pytest.raises(ModelError, match="there is an adapter"):
+        load_backbone("owner/name")
 
 
 def test_a_text_with_a_token_that_has_no_row_is_refused(tmp_path: Path) -> None:

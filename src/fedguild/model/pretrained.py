@@ -12,6 +12,7 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
+from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
 
 from fedguild.core.errors import ModelError
@@ -71,18 +72,28 @@ def read_config(path: str, *, revision: str | None, trust_remote_code: bool) -> 
     """Returns the config of a model to be loaded.
 
     Raises:
-        ModelError: there is no such model, or its config cannot be read.
+        ModelError: there is no such model, its config cannot be read, or there is an adapter beside it.
     """
     place = Path(source_of(path))
     if place.is_file() and not is_gguf(path):
         raise ModelError(f"Cannot load the model '{path}': it is a file, not a model's folder.", _PATHS)
-    if place.is_dir() and not (place / "config.json").is_file():
-        raise ModelError(f"Cannot load the model '{path}': the folder has no config.json.", _PATHS)
     if not place.exists() and not is_hub_id(path):
         raise ModelError(f"Cannot load the model '{path}': there is no such folder.", _PATHS)
+    where = arguments_of(path)
+    with loading(path):
+        adapter = find_adapter_config_file(where["pretrained_model_name_or_path"], revision=revision)
+    if adapter is not None:  # transformers would apply it, if peft is installed
+        raise ModelError(
+            f"Cannot load the model '{path}': there is an adapter beside it (adapter_config.json).",
+            "Merge it first, by `PeftModel.from_pretrained(model, adapter).merge_and_unload()` of peft, or by "
+            "`fedguild export ADAPTER --format merged` if FedGuild exported it, and give the merged folder. Remove "
+            "adapter_config.json if the adapter is not to be used.",
+        )
+    if place.is_dir() and not (place / "config.json").is_file():
+        raise ModelError(f"Cannot load the model '{path}': the folder has no config.json.", _PATHS)
     with loading(path):
         config: PreTrainedConfig = AutoConfig.from_pretrained(
-            **arguments_of(path), revision=revision, trust_remote_code=trust_remote_code
+            **where, revision=revision, trust_remote_code=trust_remote_code
         )
     return config
 
