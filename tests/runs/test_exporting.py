@@ -202,6 +202,24 @@ def test_the_embedded_base_goes_along(runs: dict[str, Path], tmp_path: Path, mon
     assert_same_logits(plain_logits(loaded["model"]), ours(runs["ranks"], "large", active=4))
 
 
+@pytest.mark.parametrize("place", ["base/notes.txt", "chat_template.jinja", "base/more"])
+def test_what_a_link_in_an_exported_folder_points_to_is_not_copied(
+    place: str, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "key").write_text("PRIVATE")
+    folder = export(runs["ranks"], Subject("large"), tmp_path / "adapter").folder
+    linked = (folder / "base").resolve()
+    assert export(folder, None, tmp_path / "allowed", "per-expert"), "the link to the base model"
+    (folder / "base").unlink()
+    shutil.copytree(linked, folder / "base")
+    (folder / place).symlink_to(private / "key" if Path(place).suffix else private)
+    with pytest.raises(ModelError, match=f"{place} is a link, to {private}"):
+        export(folder, None, tmp_path / "converted", "per-expert")
+    assert not (tmp_path / "converted").exists()
+
+
 @pytest.fixture
 def with_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The run of a model with modelling code of its own, which doubles a Llama's logits."""

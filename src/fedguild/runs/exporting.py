@@ -270,9 +270,10 @@ def _converted(folder: Path, output: Path, format: Form) -> Exported:
     """Writes an exported adapter in another form, or an exported checkpoint as GGUF.
 
     Raises:
-        ModelError: the folder is not complete, its base model is not the one that it was trained on, or the form cannot
-            be made from it.
+        ModelError: the folder is not complete or has links, its base model is not the one that it was trained on, or
+            the form cannot be made from it.
     """
+    _require_own_files(folder)
     manifest = read_manifest(folder)
     if manifest.lora is None:
         return _checkpoint_as_gguf(folder, manifest, output, format)
@@ -299,6 +300,19 @@ def _converted(folder: Path, output: Path, format: Form) -> Exported:
     copied = base.model == BASE and not (folder / BASE).is_symlink()
     deployment = Deployment(manifest.plan, factors)
     return _write(_Source(backbone, path, base.revision, deployment, origin, origin.method, copied), output, format)
+
+
+def _require_own_files(folder: Path) -> None:
+    """Raises ModelError if a file of an exported folder is a link, whose target the export would copy.
+
+    Only the base model is linked to, which is not copied then.
+    """
+    for path in folder.rglob("*"):
+        if path.is_symlink() and path != folder / BASE:
+            raise ModelError(
+                f"{path} is a link, to {os.path.realpath(path)}: an export would copy what is there.",
+                f"If you want that, `cp -rL {folder} COPY` makes a file of every link; export the copy.",
+            )
 
 
 def _checkpoint_as_gguf(folder: Path, manifest: Manifest, output: Path, format: Form) -> Exported:
