@@ -18,7 +18,7 @@ import numpy
 import pandas
 import pytest
 
-from fedguild.core.errors import DataError
+from fedguild.core.errors import ConfigError, DataError
 from fedguild.data import Corpus, Example, load_corpus
 from fedguild.data.given import as_file, rows_of
 
@@ -399,6 +399,32 @@ def test_folders_of_datasets(tmp_path: Path):
     assert load_corpus("instructions", train=f"{tmp_path}/hub:de").train[0].response == "Zaunkönig"
     with pytest.raises(DataError, match=r"The folder .*hub:fr cannot be read as a dataset: .*fr"):
         load_corpus("instructions", train=f"{tmp_path}/hub:fr")
+
+
+@pytest.mark.parametrize("file", ["README.md", ".huggingface.yaml"])
+@pytest.mark.parametrize(
+    "named",
+    [
+        "data_files: {private}",
+        "data_files: [{{split: train, path: ../private.jsonl}}]",
+        "data_files: [{{split: train, path: [own.jsonl, sub/../../*.jsonl]}}]",
+        "data_files: file://{private}",
+        "data_files: zip://a.jsonl::{private}.zip",
+        "data_files: https://127.0.0.1:9/private.jsonl",
+        "data_dir: ..",
+    ],
+)
+def test_a_folder_names_no_files_elsewhere_as_its_data(named: str, file: str, tmp_path: Path):
+    private, folder = tmp_path / "private.jsonl", tmp_path / "folder"
+    private.write_bytes(lines(*ROWS))
+    folder.mkdir()
+    (folder / "own.jsonl").write_bytes(lines(*ROWS))
+    configs = f"configs:\n- config_name: de\n  {named.format(private=private)}\n"
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: de\n  data_files: own.jsonl\n---\n")
+    (folder / file).write_text(f"---\n{configs}---\n" if file == "README.md" else configs)
+    for given in (folder, f"{folder}:de", f"{folder}:de@train"):
+        with pytest.raises(ConfigError, match=rf"The data folder {folder} names .*, which is not in the folder"):
+            load_corpus("instructions", train=str(given))
 
 
 def test_several_files_and_patterns(tmp_path: Path):

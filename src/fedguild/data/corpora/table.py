@@ -23,8 +23,9 @@ from dataclasses import dataclass, replace
 from datetime import datetime, time
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
-from fedguild.core.errors import DataError, first_line
+from fedguild.core.errors import ConfigError, DataError, first_line
 from fedguild.core.hub import reach_hub
 from fedguild.data.cells import Number, Row, Table, text, whole_floats, with_integers
 from fedguild.data.corpora.source import (
@@ -77,6 +78,7 @@ def read_table(source: Source, headerless: Headerless | None = None, form: TextF
 
     Raises:
         DataError: the source cannot be read; says which and how to fix it.
+        ConfigError: a folder's README names files elsewhere.
     """
     where = source.where
     if isinstance(where, HubDataset):
@@ -413,8 +415,7 @@ def _typed(dataset: Any, where: str) -> Table:
 def _read_hub(hub: HubDataset, splits: tuple[str, ...]) -> Table:
     from datasets import load_dataset
 
-    if not hub.is_local:
-        reach_hub()
+    _prepare(hub)
     available = [hub.split] if hub.split else hub_splits(hub)
     split = hub.split or first_split(splits, available)
     if split is None:
@@ -438,15 +439,60 @@ def hub_splits(hub: HubDataset) -> list[str]:
 
     Raises:
         DataError: the hub cannot be reached or does not have the dataset.
+        ConfigError: a folder's README names files elsewhere.
     """
     from datasets import get_dataset_split_names
 
-    if not hub.is_local:
-        reach_hub()
+    _prepare(hub)
     try:
         return list(get_dataset_split_names(hub.name, hub.config or None, revision=hub.revision or None))
     except Exception as error:  # the network, the hub and every file format raise their own errors
         raise _unreachable(hub, error) from error
+
+
+def _prepare(hub: HubDataset) -> None:
+    """Reaches the hub for a dataset on it; of a folder checks that its configurations name files in the folder alone.
+
+    Raises:
+        DataError: they cannot be read.
+        ConfigError: they name others, which may be private.
+    """
+    if not hub.is_local:
+        reach_hub()
+        return
+    try:
+        named = _named_paths(Path(hub.name))
+    except Exception as error:  # YAML and its readers raise their own errors
+        raise _unreachable(hub, error) from error
+    for path in named:
+        parts = re.split(r"[/\\]", path)
+        if urlparse(path).scheme or "::" in path or parts[0] in ("", "~") or ".." in parts:
+            raise ConfigError(
+                f"The data folder {hub.name} names {path} as its data, which is not in the folder.",
+                "A README (configs: data_files, data_dir) takes relative paths within its folder. Name files elsewhere "
+                "yourself, as data.train or data.test.",
+            )
+
+
+def _named_paths(folder: Path) -> list[str]:
+    """Returns the paths and patterns that a folder's configurations name, in the files that `datasets` looks into."""
+    import yaml
+    from huggingface_hub import DatasetCard
+
+    card, settings = folder / "README.md", folder / ".huggingface.yaml"
+    found = [DatasetCard.load(card).data.to_dict()] if card.is_file() else []
+    found += [yaml.safe_load(settings.read_text("utf-8")) or {}] if settings.is_file() else []
+    configs = [config for each in found for config in each.get("configs") or ()]
+    return [path for config in configs for key in ("data_files", "data_dir") for path in _texts(config.get(key))]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yields all texts within lists and the values of mappings."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for one in value.values() if isinstance(value, dict) else value:
+            yield from _texts(one)
 
 
 def _unreachable(hub: HubDataset, error: Exception) -> DataError:
