@@ -12,8 +12,8 @@ from huggingface_hub.errors import HFValidationError, StrictDataclassError
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedConfig
-from transformers.utils import find_adapter_config_file
 from transformers.utils import logging as transformers_logging
+from transformers.utils.peft_utils import find_adapter_config_file
 
 from fedguild.core.errors import ModelError
 from fedguild.core.hub import reach_hub
