@@ -185,5 +185,6 @@ def test_the_table_says_which_is_best_and_from_which_it_cannot_be_told(table: Sw
     honest = replace(table, split="validation")
     assert honest.sentences()[0].startswith("By the validation exact match (mean over the budgets), k=")
     assert "No test example had a part in the choice" in " ".join(honest.sentences())
+    assert f"`fedguild evaluate` on {best.label}/seed-0 of" in " ".join(honest.sentences())
     strong = [row[0].text for row in honest.grid().rows if row[0].strong]
     assert strong == [best.values["k"]]

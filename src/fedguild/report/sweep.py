@@ -167,7 +167,11 @@ class SweepTable:
         if diverged:
             said.append(f"{units.count_of(len(diverged), 'setting')} diverged: {'; '.join(diverged)}.")
         if self.by_validation:
-            said.append("No test example had a part in the choice: `fedguild evaluate FOLDER` gives the test score.")
+            run = f"{best.label}/seed-{self.seeds[0]}"
+            said.append(
+                f"No test example had a part in the choice: `fedguild evaluate` on {run} of the sweep's folder gives "
+                "the test score."
+            )
         else:
             said.append(
                 "There are no validation scores: the test score of a setting that it chose is optimistic. Hold out "
