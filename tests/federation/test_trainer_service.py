@@ -29,7 +29,7 @@ from fedguild.federation.schema import MessageKind
 from fedguild.federation.trainer import check_run
 from fedguild.federation.trainer_service import TrainerService, model_digest, run_metadata
 from fedguild.methods import build_method
-from fedguild.runs.setup import budgets_of, fitted, load_model
+from fedguild.runs.setup import budgets_of, fitted, load_model, preparation
 from fedguild.server.method import Roster, excerpt_of
 from tests.federation.flower.loopback_federation import QUICK, site_of, small_config, trainers_of
 
@@ -138,7 +138,7 @@ def test_a_hello_gets_a_description_of_the_client(config: Config, trainer: Train
 
 
 def test_sites_say_how_they_write_and_learn_their_texts(
-    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same where they agree, whatever does not matter for their texts; and the log what is left out."""
     rows = [
@@ -155,9 +155,10 @@ def test_sites_say_how_they_write_and_learn_their_texts(
         *({"data": {**chats, "chat_template": "plain", "train_on": which}} for which in ("all_turns", "last_turn")),
         {"data": {**chats, "chat_template": "plain", "train_on": "all_turns", "seed": 1}},
     ]
-    untold = {"data": {**chats, "chat_template": None}}
+    untold = trainers_of(config, tmp_path / "untold", [{"data": {**chats, "chat_template": None}}] * 3)[1]
+    monkeypatch.setattr(preparation.load_model(config).tokenizer, "chat_template", None)  # of the tests before
     with pytest.raises(DataError, match="conversations, but the model's tokenizer has no chat template"):
-        trainers_of(config, tmp_path / "untold", [untold] * 3)[1].prepare()
+        untold.prepare()
     trainers_of(config, tmp_path / "told", [sites[2]] * 3)[1].prepare()
     assert "Left out: 1 training conversations without an assistant turn that answers." in capsys.readouterr().out
     said = []
