@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,6 @@ from fedguild.config.training import TrainingSettings
 from fedguild.core.payload import Payload, with_part
 from fedguild.core.seeding import torch_rng
 from fedguild.data.batches import Encoded
-from fedguild.engines.local import CohortSize
 from fedguild.model.backbone import Backbone
 from fedguild.model.info import ModelInfo
 from fedguild.model.plan import AdapterPlan, initial_adapter
@@ -41,19 +41,11 @@ class Federation(Rehearsal):
         }
         super().__init__(backbone, method, clients, examples, folder, SETTINGS)
 
-    def train(
-        self,
-        state: Payload,
-        round: int = 1,
-        who: Collection[int] | None = None,
-        settings: TrainingSettings | None = None,
-        cohort: CohortSize = "auto",
-        learning_rate: float | None = None,
-    ) -> list[Upload]:
+    def train(self, state: Payload, *given: Any, learning_rate: float | None = None, **more: Any) -> list[Upload]:
         """Returns their uploads; a learning rate need not be one that settings allow."""
         if learning_rate is not None:
-            settings = (settings or self.settings).model_copy(update={"learning_rate": learning_rate})
-        return super().train(state, round, who, settings, cohort)
+            more["settings"] = self.settings.model_copy(update={"learning_rate": learning_rate})
+        return super().train(state, *given, **more)
 
 
 def random_tensors(model: ModelInfo, plan: AdapterPlan, seed: int) -> dict[str, torch.Tensor]:

@@ -6,9 +6,11 @@ Other readers see plain JSON lines with one more field.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
@@ -86,3 +88,29 @@ def last_seal(stream: IO[bytes]) -> tuple[int, str]:
     lines = tail[: tail.rfind(b"\n") + 1]
     found = _SUFFIX.fullmatch(lines.rstrip(b"\n")[-_SUFFIX_BYTES:])
     return start + len(lines), found[1].decode() if found else START
+
+
+def append(stream: IO[bytes], contents: Iterable[str]) -> None:
+    """Adds lines with their seals behind the last complete line of a file, and waits until they are on disk.
+
+    Args:
+        stream: The file, unbuffered, open for reading and appending.
+        contents: As `content` of `sealed`.
+
+    Raises:
+        OSError: not all of them can be written; none is.
+    """
+    end, before = last_seal(stream)
+    stream.truncate(end)
+    lines = list[bytes]()
+    for content in contents:
+        line, before = sealed(content, before)
+        lines.append(line)
+    whole = b"".join(lines)
+    try:
+        if stream.write(whole) != len(whole):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(stream.fileno())
+    except OSError:
+        stream.truncate(end)
+        raise

@@ -8,7 +8,6 @@ rewrite all of it, so an operator who is accountable for it should copy the last
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -56,27 +55,15 @@ class AuditLog:
         """
         if not entries:
             return
-        time, lines = datetime.now(UTC).isoformat(timespec="milliseconds"), list[bytes]()
+        time = datetime.now(UTC).isoformat(timespec="milliseconds")
+        details = ({"time": time, "event": event, **values} for values in entries)
         try:
             make_folder(self.path.parent)
             with (
                 FileLock(self.path.with_name(f".{AUDIT}.lock"), mode=PRIVATE_FILE),
                 open(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, PRIVATE_FILE), "r+b", buffering=0) as log,
             ):
-                end, before = chained.last_seal(log)
-                log.truncate(end)
-                for values in entries:
-                    details = {"time": time, "event": event, **values}
-                    entry = json.dumps(details, ensure_ascii=False, separators=(",", ":"))
-                    line, before = chained.sealed(entry, before)
-                    lines.append(line)
-                try:
-                    if log.write(content := b"".join(lines)) != len(content):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                    os.fsync(log.fileno())
-                except OSError:
-                    log.truncate(end)
-                    raise
+                chained.append(log, (json.dumps(one, ensure_ascii=False, separators=(",", ":")) for one in details))
         except OSError as error:
             raise FedGuildError(
                 f"Cannot write {self.path}: {error.strerror or error}.",

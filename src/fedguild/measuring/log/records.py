@@ -9,7 +9,6 @@ round and continue with the same lines as an uninterrupted run.
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -304,16 +303,7 @@ class RunLog:
         try:
             make_folder(self.path.parent)
             with open(self.path, "a+b", buffering=0, opener=_private) as stream:
-                end, before = chained.last_seal(stream)
-                stream.truncate(end)
-                content = _sealed_lines(records, before)
-                try:
-                    if stream.write(content) != len(content):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                    os.fsync(stream.fileno())
-                except OSError:
-                    stream.truncate(end)
-                    raise
+                chained.append(stream, (record.model_dump_json() for record in records))
         except OSError as error:
             raise FedGuildError(
                 f"Cannot write {self.path}: {error.strerror or error}.",
@@ -431,11 +421,6 @@ class FollowedLog:
 
     def close(self) -> None:
         self._tail.close()
-
-
-def _sealed_lines(records: Sequence[Record], before: str) -> bytes:
-    lines, _ = _chain([record.model_dump_json().encode() for record in records], before)
-    return b"".join(lines)
 
 
 def _chain(contents: Sequence[bytes], before: str) -> tuple[list[bytes], list[str]]:
