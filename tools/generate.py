@@ -63,13 +63,10 @@ OVERVIEW = "overview.txt"
 MARKED = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 TABLE_PAGES = METHOD_PAGES / "results"
 """Where every recorded table has a page."""
-MAIN = {
-    "flame/table-2": ("smollm2", "english"),
-    "ub-smoe/table-4": ("smollm2", "english"),
-    "fedamole/table-1": ("smollm2", "english"),
-    "fedalign-moe/table-1": ("smollm2", "english"),
-}
-"""The tables of the four papers whose claims the page of results lists -> their models, the largest first."""
+MAIN = ("flame/table-2", "ub-smoe/table-4", "fedamole/table-1", "fedalign-moe/table-1")
+"""The tables of the four papers whose claims the page of results lists."""
+MODELS = ("smollm2", "english")
+"""The models of these tables, the largest first."""
 COUNTED = """## All recorded tables
 
 Verdicts by score, counted over claims and columns. *Not recorded*: a row of the claim has not been run. *No verdict*:
@@ -234,19 +231,20 @@ def _page_name(table: str) -> str:
 def _results(page: Path) -> str:
     """Returns the claims of the four papers' main tables with their verdicts, and how many each table has."""
     every = _recorded_tables(RECORDS)
-    main = [["paper and table", "model", "claim", "column", "by score", "by nats per token", "costs"]]
-    for table, models in MAIN.items():
-        for model in models:
-            name = f"{table}-{model}"
+    parts = []
+    for model in MODELS:
+        lines = [["table", "claim", "by score", "by nats per token", "costs"]]
+        for name in [f"{table}-{model}" for table in MAIN]:
             if name in every:
-                title = f"[{table}](results/{_page_name(name)})"
-                main += [[title, model, *said] for said in claims_in_short(*every[name], _near_chance(name))]
+                title = f"[{name.removesuffix(f'-{model}')}](results/{_page_name(name)})"
+                lines += [[title, *said] for said in claims_in_short(*every[name], _near_chance(name))]
+        parts.append(f"### On {model}\n\n{_as_markdown(lines)}")
     rest = [["table", *VERDICTS]]
     for shipped in _in_the_plans_order(tables()):
         if shipped.name in every:
             counts = count_verdicts(*every[shipped.name], _near_chance(shipped.name))
             rest.append([f"[{shipped.name}](results/{_page_name(shipped.name)})", *map(str, counts.values())])
-    return f"{_as_markdown(main)}\n{COUNTED}\n{_as_markdown(rest)}"
+    return "\n".join([*parts, COUNTED, _as_markdown(rest)])
 
 
 def _to_run(page: Path) -> str:

@@ -70,10 +70,12 @@ def test_a_claims_costs_run_from_the_smallest_to_the_largest_multiple() -> None:
         "fedit": [record("fedit")],
         "trivial": [record("trivial", upload_bytes=4e6, training_flops={"b1": 4e9})],
     }
-    assert cost_ratios(rows, "flame", ["fedit", "trivial"]) == "up × 0.50 to 2.00, down × 1.00, FLOPs × 2.00 to 4.00"
-    assert cost_ratios(rows, "flame", ["trivial"]) == "up × 0.50, down × 1.00, FLOPs × 2.00"
-    assert cost_ratios(rows, "flame", ["flame"]) == "equal"
-    assert cost_ratios(rows, "flame", ["not recorded"]) == "–"
+    assert cost_ratios([rows], "flame", ["fedit", "trivial"]) == "up × 0.50 to 2.00, down × 1.00, FLOPs × 2.00 to 4.00"
+    assert cost_ratios([rows], "flame", ["trivial"]) == "up × 0.50, down × 1.00, FLOPs × 2.00"
+    assert cost_ratios([rows], "flame", ["flame"]) == "equal"
+    assert cost_ratios([rows], "flame", ["not recorded"]) == "–"
+    columns = [{"flame": rows["flame"], "trivial": rows["flame"]}, rows, {}]
+    assert cost_ratios(columns, "flame", ["trivial"]) == "up × 0.50 to 1.00, down × 1.00, FLOPs × 1.00 to 2.00"
 
 
 def test_the_flops_of_a_claim_at_a_budget_are_that_budgets() -> None:
@@ -82,8 +84,8 @@ def test_the_flops_of_a_claim_at_a_budget_are_that_budgets() -> None:
         "flame": [record("flame", training_flops={"b1": 8e9, "b4": 1e9})],
         "fedit": [record("fedit", training_flops={"b1": 8e9, "b4": 4e9})],
     }
-    assert cost_ratios(rows, "flame", ["fedit"], "b4") == "up × 1.00, down × 1.00, FLOPs × 0.25"
-    assert cost_ratios(rows, "flame", ["fedit"]) == "up × 1.00, down × 1.00, FLOPs × 0.75"
+    assert cost_ratios([rows], "flame", ["fedit"], "b4") == "up × 1.00, down × 1.00, FLOPs × 0.25"
+    assert cost_ratios([rows], "flame", ["fedit"]) == "up × 1.00, down × 1.00, FLOPs × 0.75"
 
 
 def test_costs_are_of_the_seeds_that_all_rows_have() -> None:
@@ -91,7 +93,7 @@ def test_costs_are_of_the_seeds_that_all_rows_have() -> None:
         "flame": [record("flame", 0, upload_bytes=3e6), record("flame", 1, upload_bytes=9e6)],
         "fedit": [record("fedit", 0), record("fedit", 2, upload_bytes=9e6)],
     }
-    assert cost_ratios(rows, "flame", ["fedit"]) == "up × 3.00, down × 1.00, FLOPs × 1.00"
+    assert cost_ratios([rows], "flame", ["fedit"]) == "up × 3.00, down × 1.00, FLOPs × 1.00"
 
 
 def test_a_claim_in_short_has_the_difference_that_decides_it_by_score_and_by_nats() -> None:
@@ -107,14 +109,28 @@ def test_a_claim_in_short_has_the_difference_that_decides_it_by_score_and_by_nat
     (line,) = claims_in_short(table(claims=[claim]), records)
     assert line == [
         "FLAME leads",
-        "short",
-        "holds: +0.050 ± 0.000 (fedit)",
-        "does not hold: −0.200 ± 0.000 (fedit)",
+        "short: holds, +0.050 ± 0.000 (fedit)",
+        "short: does not hold, −0.200 ± 0.000 (fedit)",
         "equal",
     ]
     (line,) = claims_in_short(table(claims=[claim]), [one for one in records if one.row != "trivial" or one.seed == 0])
-    assert line[2] == "undecided at this scale: fewer than 3 seeds in common with trivial"
+    assert line[1] == "short: undecided, fewer than 3 seeds in common with trivial"
     (line,) = claims_in_short(table(claims=[claim]), records, unjudged=["fedit"])
-    assert line[2] == "holds: +0.400 ± 0.000 (trivial)"
+    assert line[1] == "short: holds, +0.400 ± 0.000 (trivial)"
     (line,) = claims_in_short(table(claims=[claim]), records, unjudged=["flame"])
-    assert line[2:] == ["no verdict", "no verdict", "–"]
+    assert line[1:] == ["short: no verdict", "short: no verdict", "–"]
+
+
+def test_a_claim_in_short_names_columns_only_where_they_differ_and_leaves_out_those_without_a_record() -> None:
+    leads = {"short": 0.1, "long": 0.2}
+    records = [
+        record(row, seed, column, score=0.5 + (leads[column] if row == "flame" else 0))
+        for row in ("flame", "fedit")
+        for column in leads
+        for seed in range(3)
+    ]
+    claim = {"says": "FLAME leads", "higher": "flame", "lower": ["fedit"]}
+    (line,) = claims_in_short(table(claims=[claim]), records)
+    by_score = "short: holds, +0.100 ± 0.000 (fedit)<br>long: holds, +0.200 ± 0.000 (fedit)"
+    assert line == ["FLAME leads", by_score, "not recorded", "equal"]
+    assert claims_in_short(table(columns={"other": {}}, claims=[claim]), records) == []

@@ -37,40 +37,52 @@ def count_verdicts(table: Table, records: Sequence[CellRecord], unjudged: Collec
 
 
 def claims_in_short(table: Table, records: Sequence[CellRecord], unjudged: Collection[str] = ()) -> list[list[str]]:
-    """Returns a line for each claim and column: claim, column, verdict by score, verdict by nats per token, costs.
+    """Returns a line for each claim: claim, verdict by score, verdict by nats per token, costs.
 
-    Behind a verdict stands the difference that decides it: to the row over which the lead is smallest. Columns without
-    a record are left out.
+    Behind a verdict stands the difference that decides it: to the row over which the lead is smallest. An entry names
+    the table's columns where they differ. Columns without a record are left out, and claims without such a column.
     """
-    found = []
     recorded = {record.column for record in records}
+    lines = []
     for claim in table.claims:
         score, judged = claim.score or table.score, _judged(claim, unjudged)
-        for column in claim.columns or table.columns:
-            if column not in recorded:
-                continue
-            cells = by_row(table, [record for record in records if record.column == column])
+        columns = {
+            column: by_row(table, [record for record in records if record.column == column])
+            for column in claim.columns or table.columns
+            if column in recorded
+        }
+        by_score, by_nats = dict[str, str](), dict[str, str]()
+        for column, cells in columns.items():
             gaps = {row: difference(cells, claim.higher, row, score, claim.over) for row in judged}
-            saved = {row: _saved(cells, row, claim, score) for row in judged}
-            costs = cost_ratios(cells, claim.higher, judged, score) if judged else units.MISSING
-            where = units.MISSING if column == ONLY_COLUMN else column
-            found.append([claim.says, where, _decided(gaps), _decided(saved), costs])
-    return found
+            by_score[column] = _decided(gaps)
+            by_nats[column] = _decided({row: _saved(cells, row, claim, score) for row in judged})
+        if columns:
+            costs = cost_ratios([*columns.values()], claim.higher, judged, score) if judged else units.MISSING
+            lines.append([claim.says, _of_columns(by_score), _of_columns(by_nats), costs])
+    return lines
+
+
+def _of_columns(said: Mapping[str, str]) -> str:
+    """Returns what all columns say, or what each says, on lines of their own."""
+    if len(said) > 1 and len(set(said.values())) == 1:
+        return next(iter(said.values()))
+    return "<br>".join(text if column == ONLY_COLUMN else f"{column}: {text}" for column, text in said.items())
 
 
 def _decided(differences: Mapping[str, Spread | None]) -> str:
-    """Returns a verdict with the difference that decides it: `does not hold: -0.031 ± 0.012 (flexlora)`."""
+    """Returns a verdict with the difference that decides it: `does not hold, -0.031 ± 0.012 (flexlora)`."""
     word = verdict(differences.values()) if differences else "no verdict"
+    said = word.removesuffix(" at this scale")
     known = {row: gap for row, gap in differences.items() if gap is not None}
     if not known or word == "not recorded":
         return word
     enough = {row: gap for row, gap in known.items() if gap.count >= FEWEST_SEEDS}
     few = [row for row in known if row not in enough]
     if few and word != "does not hold":
-        return f"{word}: fewer than {FEWEST_SEEDS} seeds in common with {', '.join(few)}"
+        return f"{said}, fewer than {FEWEST_SEEDS} seeds in common with {', '.join(few)}"
     end = 1 if word == "does not hold" else -1  # of the interval that decides
     row, gap = min(enough.items(), key=lambda one: one[1].mean + end * half_width(one[1]))
-    return f"{word}: {interval(gap)} ({row})"
+    return f"{said}, {interval(gap)} ({row})"
 
 
 def _saved(cells: Mapping[str, Sequence[CellRecord]], row: str, claim: Claim, score: str) -> Spread | None:
@@ -125,7 +137,7 @@ def claims_markdown(table: Table, records: Sequence[CellRecord], unjudged: Colle
             by_judged = claim.model_copy(update={"lower": tuple(judged)})
             says = by_perplexity(cells, by_judged, score, seeds) if judged else units.MISSING
             one_row = set(claim.lower) == {claim.higher}
-            costs = cost_ratios(cells, claim.higher, judged, score) if judged and not one_row else units.MISSING
+            costs = cost_ratios([cells], claim.higher, judged, score) if judged and not one_row else units.MISSING
             lines.append(f"| {claim.says} | {where} | {word} | {says} | {costs} | {seeds} | {shown} | {least} |")
     return "\n".join([*lines, ""])
 

@@ -134,15 +134,16 @@ def first_and_last(figures: Iterable[Mapping[int, float]]) -> tuple[float, float
     return fmean(rounds[min(rounds)] for rounds in known), fmean(rounds[max(rounds)] for rounds in known)
 
 
-def cost_ratios(rows: Rows, higher: str, lower: Iterable[str], score: str = MEAN) -> str:
+def cost_ratios(columns: Sequence[Rows], higher: str, lower: Iterable[str], score: str = MEAN) -> str:
     """Returns what a claim's row costs, as a multiple of each of those that it is to beat: `up × 0.97 to 1.94`.
 
-    Of bytes sent and received and of training FLOPs, each the smallest and the largest ratio of the means over the
-    seeds in which all of the rows have it. A cost that some row does not have is left out; `equal` where all three are
-    known and nowhere differ; `–` where none is known. Where the claim's score is a budget's, FLOPs are of that budget.
+    Of bytes sent and received and of training FLOPs, each the smallest and the largest ratio, in any of the columns, of
+    the means over the seeds in which all of the rows have it. A cost that some row nowhere has is left out; `equal`
+    where all three are known and nowhere differ; `–` where none is known. Where the claim's score is a budget's, FLOPs
+    are of that budget.
     """
     others = list(lower)
-    ratios = {name: ratios_of(rows, name, higher, others, score) for name in COSTS}
+    ratios = {name: [one for rows in columns for one in ratios_of(rows, name, higher, others, score)] for name in COSTS}
     found = {name: (min(of_cost), max(of_cost)) for name, of_cost in ratios.items() if of_cost}
     if len(found) == len(COSTS) and all(abs(end - 1) < EQUAL for ends in found.values() for end in ends):
         return "equal"
