@@ -65,6 +65,16 @@ def test_resume_goes_back_to_a_round(invoke: Invoke, experiment: FakeExperiment)
     assert invoke("resume", "runs/flame-tiny-tasks", "--round", "-1").exit_code == 2
 
 
+def test_resume_says_where_settings_may_change(invoke: Invoke, experiment: FakeExperiment) -> None:
+    result = invoke("resume", "runs/mine", "federation.rounds=9")
+    assert result.exit_code == 2
+    assert not experiment.calls
+    assert result.stderr == (
+        "Error: resume takes no settings, got federation.rounds=9.\n"
+        "Those that may change are changed in runs/mine/config.yaml.\n"
+    )
+
+
 def test_compare_runs_every_cell_and_prints_scores_and_costs(invoke: Invoke, experiment: FakeExperiment) -> None:
     result = invoke("compare", *PAIR, "--seeds", "0,1", "--output", "grid")
     assert result.exit_code == 0, result.output

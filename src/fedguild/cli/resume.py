@@ -12,6 +12,8 @@ from fedguild.cli.options import JsonOption, RunFolderArgument
 from fedguild.cli.output import errors
 from fedguild.cli.results import show_run
 from fedguild.cli.watch import WatchOption, watching
+from fedguild.core.errors import ConfigError
+from fedguild.core.layout import CONFIG
 from fedguild.runs.terminal import TerminalProgress
 
 EXAMPLES = ("fedguild resume runs/flame-tiny-tasks", "fedguild resume runs/flame-tiny-tasks --round 4")
@@ -26,6 +28,7 @@ RoundOption = Annotated[
 def command(
     context: typer.Context,
     folder: RunFolderArgument,
+    settings: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     round: RoundOption = None,
     watch: WatchOption = False,
     as_json: JsonOption = False,
@@ -34,6 +37,11 @@ def command(
 
     It takes no settings: those that may change are changed in the config.yaml of the FOLDER.
     """
+    if settings:
+        raise ConfigError(
+            f"resume takes no settings, got {settings[0]}.",
+            f"Those that may change are changed in {folder / CONFIG}.",
+        )
     if follows_torchrun():
         return
     context.obj.resume_with = f"fedguild resume {folder}"

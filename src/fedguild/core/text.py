@@ -1,9 +1,10 @@
-"""Sanitizing of text from a peer for a terminal and a log."""
+"""Text for a terminal and a log: lists cut short, and a peer's text made harmless."""
 
 from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 
 LONGEST = 1000
 """Characters of a peer's text that are shown."""
@@ -17,6 +18,12 @@ _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 def without_colour(text: str) -> str:
     """Returns a program's output without the escape sequences that colour it on a terminal."""
     return _COLOUR.sub("", text)
+
+
+def few(names: Sequence[str], most: int = 3) -> str:
+    """Returns the first names and how many more there are."""
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def is_plain(text: str) -> bool:

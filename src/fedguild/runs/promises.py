@@ -31,6 +31,7 @@ from fedguild.core.errors import ConfigError, UploadError
 from fedguild.core.packing import pack, unpack
 from fedguild.core.payload import Payload
 from fedguild.core.seeding import torch_rng
+from fedguild.core.text import few
 from fedguild.data.batches import Encoded
 from fedguild.engines.cohorts import CohortSize
 from fedguild.engines.local import LocalEngine
@@ -133,7 +134,7 @@ class Rehearsal:
             shapes = {(name, tuple(value.shape)) for name, value in deployment.tensors.items()}
             wanted = {(name, tuple(shape)) for name, shape in adapter_shapes(model, deployment.plan).items()}
             others = {name for name, _ in shapes ^ wanted}
-            assert not others, f"deploy returns other tensors than its plan's: {_few(others)}"
+            assert not others, f"deploy returns other tensors than its plan's: {few(sorted(others))}"
             with SlotModel(self.backbone, [deployment.plan]) as slots:
                 slots.load(0, deployment.tensors)
 
@@ -193,7 +194,7 @@ def clients_have_their_models_from_what_they_are_sent(fresh: Fresh, folder: Path
                 found, expected = (client_model(method, one, model, who, memory) for one in (sent, excerpt))
                 assert found.plan == expected.plan, f"{who.name} has another plan from what arrived"
                 unknown = found.tensors.keys() - adapter_shapes(model, found.plan).keys()
-                assert not unknown, f"{who.name}'s model has tensors that its plan lacks: {_few(unknown)}"
+                assert not unknown, f"{who.name}'s model has tensors that its plan lacks: {few(sorted(unknown))}"
                 require_equal(found.tensors, expected.tensors, f"{who.name}'s model")
                 require_equal(found.merged, expected.merged, f"{who.name}'s changes of the backbone")
         state = method.aggregate(state, iter(rehearsal.train(state, round)))
@@ -371,9 +372,9 @@ PROMISES: Mapping[str, Callable[[Fresh, Path], None]] = {
 
 def require_equal(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str = "the tensors") -> None:
     """Asserts that tensors are equal, bit by bit; `what` they are of begins the message."""
-    assert found.keys() == expected.keys(), f"{what} differ in {_few(found.keys() ^ expected.keys())}"
+    assert found.keys() == expected.keys(), f"{what} differ in {few(sorted(found.keys() ^ expected.keys()))}"
     differing = [name for name, value in expected.items() if not torch.equal(found[name], value)]
-    assert not differing, f"{what} differ in {_few(differing)}"
+    assert not differing, f"{what} differ in {few(differing)}"
 
 
 def _require_same(found: Payload, expected: Payload, what: str) -> None:
@@ -408,8 +409,3 @@ def _movement(sent: Upload, download: Payload) -> dict[str, dict[str, Tensor]]:
 
 def _norm(tensors: Iterable[Tensor]) -> float:
     return float(torch.stack([tensor.double().square().sum() for tensor in tensors]).sum().sqrt())
-
-
-def _few(names: Iterable[str]) -> str:
-    first, *others = sorted(names)
-    return first + (f" and {len(others)} more" if others else "")

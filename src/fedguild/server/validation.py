@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedguild.core.errors import NotFiniteError, UploadError
 from fedguild.core.payload import Payload, Scalar
-from fedguild.core.text import printable
+from fedguild.core.text import few, printable
 from fedguild.server.schema import Bound, Schema
 
 FLOATING = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -145,7 +145,7 @@ def check_received(payload: Payload, needed: Collection[str], what: str) -> None
     """
     missing = set(needed) - payload.tensors.keys()
     if missing:
-        raise UploadError(f"{what} lacks {_few(missing)}; {len(needed)} tensors of the adapter are expected.")
+        raise UploadError(f"{what} lacks {_quoted(missing)}; {len(needed)} tensors of the adapter are expected.")
     for name, tensor in payload.tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             broken = int((~torch.isfinite(tensor)).sum())
@@ -155,7 +155,7 @@ def check_received(payload: Payload, needed: Collection[str], what: str) -> None
 def _check_names(tensors: Mapping[str, Tensor], schema: Schema) -> None:
     required, known = schema.needed.tensors.keys(), schema.tensors.keys()
     wrong = [
-        f"{verb} {_few(names)}"
+        f"{verb} {_quoted(names)}"
         for verb, names in (
             ("lacks", required - tensors.keys()),
             ("has unknown", tensors.keys() - known),
@@ -225,6 +225,5 @@ def unusable(error: Exception) -> str:
     return f"its answer cannot be used: {type(error).__name__}: {printable(str(error), 200)}"
 
 
-def _few(names: set[str]) -> str:
-    shown = ", ".join(f"'{name}'" for name in sorted(names)[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+def _quoted(names: set[str]) -> str:
+    return few([f"'{name}'" for name in sorted(names)])

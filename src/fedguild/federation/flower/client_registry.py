@@ -10,7 +10,7 @@ from typing import Any
 
 from fedguild.core.errors import FedGuildError, QuorumError, UploadError
 from fedguild.core.layout import client_name
-from fedguild.core.text import printable
+from fedguild.core.text import few, printable
 from fedguild.federation.flower.ipc import will_pass
 from fedguild.federation.flower.message import Message
 from fedguild.federation.flower.transport import NoReply, Transport
@@ -264,5 +264,4 @@ class ClientRegistry:
 
 
 def _names(indices: list[int]) -> str:
-    shown = ", ".join(client_name(index) for index in indices[:5])
-    return shown if len(indices) <= 5 else f"{shown} and {len(indices) - 5} more"
+    return few([client_name(index) for index in indices], 5)
