@@ -151,7 +151,8 @@ for module in (
     doctor,
 ):
     name = module.__name__.rsplit(".", 1)[-1]
-    app.command(name, cls=ExampleCommand, epilog="\n".join(module.EXAMPLES))(module.command)
+    settings = getattr(module, "CONTEXT", None)
+    app.command(name, cls=ExampleCommand, epilog="\n".join(module.EXAMPLES), context_settings=settings)(module.command)
 
 
 app.add_typer(federation.app)

@@ -17,6 +17,8 @@ from fedguild.core.layout import CONFIG
 from fedguild.runs.terminal import TerminalProgress
 
 EXAMPLES = ("fedguild resume runs/flame-tiny-tasks", "fedguild resume runs/flame-tiny-tasks --round 4")
+CONTEXT = {"allow_extra_args": True}
+"""Settings reach the command, which says where they are changed."""
 RoundOption = Annotated[
     int | None,
     typer.Option(
@@ -28,7 +30,6 @@ RoundOption = Annotated[
 def command(
     context: typer.Context,
     folder: RunFolderArgument,
-    settings: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
     round: RoundOption = None,
     watch: WatchOption = False,
     as_json: JsonOption = False,
@@ -37,9 +38,9 @@ def command(
 
     It takes no settings: those that may change are changed in the config.yaml of the FOLDER.
     """
-    if settings:
+    if context.args:
         raise ConfigError(
-            f"resume takes no settings, got {settings[0]}.",
+            f"resume takes no settings, got {context.args[0]}.",
             f"Those that may change are changed in {folder / CONFIG}.",
         )
     if follows_torchrun():
