@@ -25,16 +25,18 @@ def test_a_real_preset_needs_no_download(invoke: Invoke) -> None:
 
 
 def test_bytes_are_those_that_the_wire_carries(invoke: Invoke) -> None:
+    command = ("profile", "fedit/tiny-tasks", "federation.clients=2")
+
     def uploaded(*arguments: str) -> int:
-        (record, *_) = json.loads(invoke("profile", "fedit/tiny-tasks", *arguments, "--json").stdout)
+        (record, *_) = json.loads(invoke(*command, *arguments, "--json").stdout)
         return int(record["upload_bytes"])
 
     bf16 = "federation.wire_dtype=bf16"
     assert uploaded("--wire-dtype", "bf16") < uploaded(bf16) < uploaded() == uploaded(bf16, "--wire-dtype", "fp32")
     assert uploaded("federation.wire_dtype=int8") < uploaded(bf16)
-    shown = " ".join(invoke("profile", "fedit/tiny-tasks", bf16).stdout.split())
+    shown = " ".join(invoke(*command, bf16).stdout.split())
     assert "large tensors in bf16 (exact)" in shown
-    assert "(exact)" not in invoke("profile", "fedit/tiny-tasks", "--wire-dtype", "bf16").stdout
+    assert "(exact)" not in invoke(*command, "--wire-dtype", "bf16").stdout
 
 
 def test_examples_come_from_the_data_at_hand_or_the_config_or_a_stated_default(invoke: Invoke, tmp_path: Path) -> None:

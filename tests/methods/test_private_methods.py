@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,11 @@ def able(unit: Unit, *, plain: bool = False) -> list[str]:
     return sorted(firsts.values()) if plain else able_to
 
 
+info_of = cache(lambda family: tiny_backbone(family).info)
+
+
 def is_mean(label: str) -> bool:
-    return is_client_mean(method_of(label), tiny_backbone(CASES[label].family).info, (LARGE, MIDDLE, SMALL))
+    return is_client_mean(method_of(label), info_of(CASES[label].family), (LARGE, MIDDLE, SMALL))
 
 
 MEANS = sorted({label.partition(" ")[0] for label in able("client") if is_mean(label)})
@@ -110,7 +114,7 @@ def with_equal_shapes(name: str) -> str | None:
     """Returns a case of a method whose aggregate is a mean of one adapter for all budgets; None if there is none."""
     for label in cases():
         if label.partition(" ")[0] == name and is_mean(label):
-            model, method = tiny_backbone(CASES[label].family).info, method_of(label)
+            model, method = info_of(CASES[label].family), method_of(label)
             shapes = [adapter_shapes(model, method.plan(model, budget)) for budget in (LARGE, MIDDLE, SMALL)]
             if all(one == shapes[0] for one in shapes):
                 return label

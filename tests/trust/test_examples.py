@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedguild.federation import testing
+from fedguild import testing
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "security.md"
 
