@@ -140,13 +140,22 @@ def test_status_without_a_server(guild: Path) -> None:
 def test_status_of_a_server_that_is_up(guild: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     description = {"node": 5, "sizes": {"train": 40}, "budget": "b2"}
     nodes = [{"node-id": 5, "status": "online", "online-at": "2026-01-02"}, {"node-id": 6, "status": "offline"}]
-    state = Status(up=True, nodes=nodes, round=3, running="process 17", stopping=True, clients={"1": description})
+    state = Status(
+        up=True,
+        nodes=nodes,
+        round=3,
+        running="process 17",
+        stopping=True,
+        clients={"1": description},
+        refused=[{"name": "client-002", "node": "6", "time": "2026-01-03", "reason": "too old"}],
+    )
     monkeypatch.setattr("fedguild.federation.operations.status_of", lambda folder: state)
     status, output = call("status", str(guild / "server"))
     assert status == 0
     assert "2 key(s) are registered, 1 client(s) online." in output
     assert "The server is up; round 3 is complete." in output
     assert "A run is stopping: process 17." in output
+    assert "client-002 was refused at 2026-01-03: too old." in output
     assert ["client-001", "online", "2026-01-02", "40", "b2"] in [line.split() for line in output.splitlines()]
 
 

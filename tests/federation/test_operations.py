@@ -150,6 +150,24 @@ def test_the_server_must_be_up(guild: Guild) -> None:
     assert operations.status_of(guild.folder).nodes == NODES
 
 
+def test_the_status_names_who_was_refused_and_was_not_accepted_after_that(guild: Guild) -> None:
+    audit = AuditLog(guild.state)
+
+    def refused() -> list[tuple[str, str]]:
+        return [(one["name"], one["reason"]) for one in operations.status_of(guild.folder).refused]
+
+    audit.append("refused", node="1", name="client-000", reason="a run before")
+    audit.append("started", run="r")
+    for node, reason in (("1", "too old"), ("2", "its limits"), ("3", "too old"), ("3", "too new")):
+        audit.append("refused", node=node, name=f"client-00{node}", reason=reason)
+    assert refused() == [("client-001", "too old"), ("client-002", "its limits"), ("client-003", "too new")]
+    audit.append("accepted", node="2", name="client-002")
+    audit.append("joined", client=1, node="7")
+    assert refused() == [("client-003", "too new")]
+    audit.path.write_bytes(audit.path.read_bytes().replace(b"too new", b"too odd"))
+    assert refused() == []
+
+
 def test_a_program_of_flowers_that_hangs_is_ended_with_a_message(guild: Guild, monkeypatch: pytest.MonkeyPatch) -> None:
     guild.run()
     slow = [sys.executable, "-c", "import time; time.sleep(600)"]

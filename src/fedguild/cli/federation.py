@@ -208,7 +208,7 @@ def audit(
     epilog=_examples("fedguild federation status union/server", "fedguild federation status union/server --json"),
 )
 def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
-    """Show whether the server is up, which clients are online, and how far the run is."""
+    """Show whether the server is up, which clients are online, who was refused and why, and how far the run is."""
     from fedguild.federation.operations import status_of
 
     state = status_of(folder)
@@ -234,6 +234,8 @@ def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
     note(f"The server {'is up' if state.up else 'does not answer'}; {where}.")
     going_on = f"{'A run is stopping' if state.stopping else 'A run is in progress'}: {state.running}."
     note(going_on if state.running else "No run is in progress.")
+    for one in state.refused:
+        note(f"{one['name']} was refused at {one['time']}: {one['reason']}.")
     show(table)
 
 

@@ -37,8 +37,9 @@ class AuditLog:
         """Writes an entry with the time, and waits until it is on disk.
 
         Args:
-            event: `started`, `joined`, `refused`, `size`, `weight`, `round`, `session` (of a secure aggregation),
-                `scored`, `stopped`, `delivered`, `ended`, `registered`, `revoked`, or `foreign`, a run of another app.
+            event: `started`, `joined`, `refused`, `accepted` (after a refusal), `size`, `weight`, `round`, `session`
+                (of a secure aggregation), `scored`, `stopped`, `delivered`, `ended`, `registered`, `revoked`, or
+                `foreign`, a run of another app.
             values: Details of the event, as JSON values.
         """
         self.extend(event, [values])

@@ -7,16 +7,16 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from fedguild.core.errors import FedGuildError
+from fedguild.core.errors import CheckpointError, FedGuildError
 from fedguild.core.files import make_folder, require_own, write_json
-from fedguild.core.layout import CHECKPOINTS, CONFIG, MEMBERS, OUTCOMES, REGISTERED, RUN
+from fedguild.core.layout import CHECKPOINTS, CONFIG, MEMBERS, OUTCOMES, REGISTERED, RUN, client_name
 from fedguild.core.locking import holder
 from fedguild.core.text import without_colour
 from fedguild.federation import commands
@@ -434,6 +434,8 @@ class Status:
         running: The process of the run in progress, and its start; empty if there is none.
         stopping: Whether it was asked to stop.
         clients: Client -> its description of itself at the start of the run.
+        refused: Who was refused since the run was started or resumed, and was not accepted after that: name, node, time
+            and reason.
     """
 
     up: bool
@@ -442,6 +444,7 @@ class Status:
     running: str = ""
     stopping: bool = False
     clients: dict[str, dict[str, Any]] = field(default_factory=dict)
+    refused: list[dict[str, Any]] = field(default_factory=list)
 
 
 def status_of(folder: Path) -> Status:
@@ -457,7 +460,25 @@ def status_of(folder: Path) -> Status:
         running="" if busy is None else str(busy),
         stopping=busy is not None and stop_is_requested(folder / settings.state),
         clients=json.loads(members.read_text("utf-8")) if members.is_file() else {},
+        refused=_refused(AuditLog(folder / settings.state)),
     )
+
+
+def _refused(audit: AuditLog) -> list[dict[str, Any]]:
+    refused: list[dict[str, Any]] = []
+    with suppress(CheckpointError):  # `federation audit` reports a broken chain
+        for entry in audit.read():
+            match entry["event"]:
+                case "started":
+                    refused = []
+                case "accepted":
+                    refused = [one for one in refused if one["node"] != entry["node"]]
+                case "joined":  # with another key, too
+                    refused = [one for one in refused if one["name"] != client_name(entry["client"])]
+                case "refused":
+                    refused = [one for one in refused if one["node"] != entry["node"]]
+                    refused.append({key: entry[key] for key in ("name", "node", "time", "reason")})
+    return refused
 
 
 def _last_round(run: Path) -> int | None:

@@ -306,6 +306,13 @@ def serve(
     return result
 
 
+def _note_refusal(audit: AuditLog, node: int, name: str, reason: str) -> None:
+    if reason:
+        audit.append("refused", node=str(node), name=name, reason=reason)
+    else:
+        audit.append("accepted", node=str(node), name=name)
+
+
 def prepare_remote(
     transport: Transport,
     config: Config,
@@ -344,7 +351,7 @@ def prepare_remote(
         poll_seconds=poll_seconds,
         revoked=Revocations(state).names,
         between_polls=partial(stop_if_requested, state),
-        refusal=lambda node, name, reason: audit.append("refused", node=str(node), name=name, reason=reason),
+        refusal=partial(_note_refusal, audit),
     )
     refuse = registry.turn_away if config.federation.secure else None
     members = Members(output / MEMBERS, settings, progress.message, audit.append, refuse)

@@ -42,6 +42,28 @@ def test_a_client_that_is_never_the_same_is_not_asked_for_ever(keys, monkeypatch
         assert len(asked) == MOST_REASONS + 1
 
 
+def test_a_refused_client_that_is_accepted_after_all_is_noted(monkeypatch):
+    clock, faults, noted = SimpleNamespace(now=0.0), iter(["too old", "too old", ""]), []
+    monkeypatch.setattr(client_registry.time, "monotonic", lambda: clock.now)
+    transport = SimpleNamespace(
+        nodes=lambda: [SimpleNamespace(id=77, name="client-000")],
+        send=lambda node, message, ttl_seconds: "asked",
+        poll=lambda message_id, largest: Message("hello", registry.run, 0, 0, metadata=HELLO),
+    )
+    registry = ClientRegistry(
+        transport,
+        "ab" * 16,
+        1,
+        {},
+        check=lambda client, description: next(faults),
+        refusal=lambda *values: noted.append(values),
+    )
+    for _ in range(4):
+        registry.refresh()
+        clock.now += 1000.0
+    assert noted == [(77, "client-000", "too old"), (77, "client-000", "")]
+
+
 @pytest.mark.parametrize("waits", [True, False], ids=["stays", "disconnects"])
 def test_a_node_cannot_claim_to_be_another_client(waits):
     """Not even if it has gone by the time its answer is read."""

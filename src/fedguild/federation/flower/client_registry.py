@@ -61,7 +61,8 @@ class ClientRegistry:
         poll_seconds: Interval between two polls for replies.
         revoked: Returns the names of the clients whose keys were revoked.
         between_polls: Called whenever the server waits; may raise to end the wait.
-        refusal: Called with the node, name and reason of everyone who is turned away.
+        refusal: Called with the node, name and reason of everyone who is turned away; without a reason when they take
+            part after all.
         clients: Client index -> the client.
         refused: Node -> the name of the client that it claims to be, and why it was turned away.
         for_good: Those nodes of `refused` that are not asked again, since nothing that their operator does helps.
@@ -216,7 +217,8 @@ class ClientRegistry:
         if reason or answer is None:
             self._refuse(node, name, reason or "its description of itself cannot be read")
             return
-        self.refused.pop(node, None)
+        if self.refused.pop(node, None):
+            self.refusal(node, name, "")
         self.clients[reply.client] = RegisteredClient(node, reply.client, answer.model_dump())
         self.echo(f"{client_name(reply.client)} has joined: {answer.summary}.")
         texts = {known.client: known.description["texts"] for known in self.clients.values()}
