@@ -42,7 +42,7 @@ from fedguild.model.targets import fitting_targets
 from fedguild.report import table_figures
 from fedguild.server.method import is_client_mean
 from tools.records.cells import CellRecord, read_choices, read_records
-from tools.records.claims import VERDICTS, claims_in_short, count_verdicts
+from tools.records.claims import OLDER, VERDICTS, claims_in_short, count_verdicts
 from tools.records.pages import chosen_near_chance, table_page
 from tools.records.remarks import render_overview, render_remark
 from tools.records.summary import summary_grid
@@ -71,6 +71,9 @@ COUNTED = """## All recorded tables
 
 Verdicts by score, counted over claims and columns. *Not recorded*: a row of the claim has not been run. *No verdict*:
 a row's setting was chosen near chance.
+"""
+MEAN_OF_PERPLEXITIES = f"""{OLDER} The logarithm of the clients' mean perplexity, which a few clients can decide: these
+records do not have the mean of the clients' nats.
 """
 LEGEND = "[What the columns say](results/index.md).\n"
 """Above the recorded tables on a method's page."""
@@ -239,6 +242,8 @@ def _results(page: Path) -> str:
                 title = f"[{name.removesuffix(f'-{model}')}](results/{_page_name(name)})"
                 lines += [[title, *said] for said in claims_in_short(*every[name], _near_chance(name))]
         parts.append(f"### On {model}\n\n{_as_markdown(lines)}")
+        if any(OLDER in cell for line in lines for cell in line):
+            parts.append(MEAN_OF_PERPLEXITIES)
     rest = [["table", *VERDICTS]]
     for shipped in _in_the_plans_order(tables()):
         if shipped.name in every:

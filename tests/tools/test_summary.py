@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
+
 from fedguild.config.table import Table
 from tests.tools.records import cell_record
 from tools.records.cells import CellRecord
-from tools.records.claims import claims_in_short
+from tools.records.claims import OLDER, claims_in_short
 from tools.records.summary import cost_ratios, summary_grid
 
 
@@ -119,6 +121,20 @@ def test_a_claim_in_short_has_the_difference_that_decides_it_by_score_and_by_nat
     assert line[1] == "short: holds, +0.400 ± 0.000 (trivial)"
     (line,) = claims_in_short(table(claims=[claim]), records, unjudged=["flame"])
     assert line[1:] == ["short: no verdict", "short: no verdict", "–"]
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_a_claim_by_the_mean_perplexity_of_clients_is_marked(older: bool) -> None:
+    nats = {} if older else {"trained": 1.0}
+    records = [
+        record(row, seed, scores={"trained": 0.5}, perplexity={"trained": 3.0}, nats=nats)
+        for row in ("flame", "fedit")
+        for seed in range(3)
+    ]
+    claim = {"says": "FLAME leads", "higher": "flame", "lower": ["fedit"], "columns": ["short"], "score": "trained"}
+    (line,) = claims_in_short(table(claims=[claim]), records)
+    assert line[2].endswith(OLDER) == older
+    assert OLDER not in line[1]
 
 
 def test_a_claim_in_short_names_columns_only_where_they_differ_and_leaves_out_those_without_a_record() -> None:

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from fedguild.config.table import ONLY_COLUMN, Claim, Table
 from fedguild.core.score_names import TITLES
+from fedguild.measuring.log.folder import MEANS
 from fedguild.measuring.scores.statistics import FEWEST_SEEDS, Spread, half_width, paired_difference
 from fedguild.report import units
 from tools.records.cells import CellRecord, nats_per_token
@@ -26,6 +27,8 @@ PERPLEXITY_SAYS: Mapping[Word, str] = {
     "no verdict": units.MISSING,
 }
 """A verdict by nats per token -> what perplexity says of the claim."""
+OLDER = "†"
+"""Marks a verdict by nats on clients' scores whose records have their mean perplexity, and not their mean nats."""
 ROUNDING = 1e-9
 """A deviation of scores below this is rounding."""
 
@@ -55,7 +58,10 @@ def claims_in_short(table: Table, records: Sequence[CellRecord], unjudged: Colle
         for column, cells in columns.items():
             gaps = {row: difference(cells, claim.higher, row, score, claim.over) for row in judged}
             by_score[column] = _decided(gaps)
-            by_nats[column] = _decided({row: _saved(cells, row, claim, score) for row in judged})
+            saved = {row: _saved(cells, row, claim, score) for row in judged}
+            without = not any(one.nats for members in cells.values() for one in members)
+            older = without and score in MEANS.values() and any(saved.values())
+            by_nats[column] = _decided(saved) + (f" {OLDER}" if older else "")
         if columns:
             costs = cost_ratios([*columns.values()], claim.higher, judged, score) if judged else units.MISSING
             lines.append([claim.says, _of_columns(by_score), _of_columns(by_nats), costs])

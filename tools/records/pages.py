@@ -189,7 +189,7 @@ def _commands(name: str, records: Sequence[CellRecord]) -> str:
     shared = [override for override in (every[0] if every else ()) if all(override in each for each in every)]
     seeds = ",".join(str(seed) for seed in sorted({record.seed for record in records}))
     compare = " ".join(["fedguild compare", name, *shared, f"--seeds {seeds}"])
-    but = ", but for what is set for single rows or columns," if len(set(every)) > 1 else ""
+    but = ", without the settings of single rows and columns and so with other figures," if len(set(every)) > 1 else ""
     return f"`make tables TABLE={name}`, or{but} `{compare}`"
 
 
