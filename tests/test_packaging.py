@@ -40,7 +40,7 @@ def test_the_hooks_run_what_ci_runs() -> None:
     entries = [hook["entry"].replace(".venv/bin", "$(BIN)") for hook in local["hooks"]]
     makefile = (ROOT / "Makefile").read_text("utf-8")
     assert [entry for entry in entries if f"\t{entry}\n" not in makefile] == []
-    assert "make lint types" in (ROOT / ".ci" / "run").read_text("utf-8")
+    assert "make --jobs 2 --output-sync lint types" in (ROOT / ".ci" / "run").read_text("utf-8")
 
 
 @pytest.mark.long
