@@ -162,10 +162,12 @@ def test_the_status_names_who_was_refused_and_was_not_accepted_after_that(guild:
         audit.append("refused", node=node, name=f"client-00{node}", reason=reason)
     assert refused() == [("client-001", "too old"), ("client-002", "its limits"), ("client-003", "too new")]
     audit.append("accepted", node="2", name="client-002")
-    audit.append("joined", client=1, node="7")
+    audit.append("joined", client=1, node="1")
+    audit.append("joined", client=3, node="7")  # its other key is still refused
     assert refused() == [("client-003", "too new")]
     audit.path.write_bytes(audit.path.read_bytes().replace(b"too new", b"too odd"))
     assert refused() == []
+    assert "is not what was written" in operations.status_of(guild.folder).audit_fault
 
 
 def test_a_program_of_flowers_that_hangs_is_ended_with_a_message(guild: Guild, monkeypatch: pytest.MonkeyPatch) -> None:

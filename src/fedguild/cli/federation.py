@@ -235,7 +235,9 @@ def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
     going_on = f"{'A run is stopping' if state.stopping else 'A run is in progress'}: {state.running}."
     note(going_on if state.running else "No run is in progress.")
     for one in state.refused:
-        note(f"{one['name']} was refused at {one['time']}: {one['reason']}.")
+        note(f"{one['name']} was refused at {one['time']}: {one['reason'].rstrip('.')}.")
+    if state.audit_fault:
+        note(state.audit_fault)
     show(table)
 
 

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from fedguild.core.errors import CheckpointError, FedGuildError
 from fedguild.core.files import make_folder, require_own, write_json
-from fedguild.core.layout import CHECKPOINTS, CONFIG, MEMBERS, OUTCOMES, REGISTERED, RUN, client_name
+from fedguild.core.layout import CHECKPOINTS, CONFIG, MEMBERS, OUTCOMES, REGISTERED, RUN
 from fedguild.core.locking import holder
 from fedguild.core.text import without_colour
 from fedguild.federation import commands
@@ -436,6 +436,7 @@ class Status:
         clients: Client -> its description of itself at the start of the run.
         refused: Who was refused since the run was started or resumed, and was not accepted after that: name, node, time
             and reason.
+        audit_fault: Why the audit log cannot be trusted, so that `refused` is empty; empty if it can.
     """
 
     up: bool
@@ -445,6 +446,7 @@ class Status:
     stopping: bool = False
     clients: dict[str, dict[str, Any]] = field(default_factory=dict)
     refused: list[dict[str, Any]] = field(default_factory=list)
+    audit_fault: str = ""
 
 
 def status_of(folder: Path) -> Status:
@@ -452,7 +454,11 @@ def status_of(folder: Path) -> Status:
     commands.write_connection(folder, settings)
     nodes = _nodes(commands.server_environment(folder, settings))
     run = folder / settings.state / RUN
-    members, busy = run / MEMBERS, holder(run)
+    members, busy, refused, fault = run / MEMBERS, holder(run), [], ""
+    try:
+        refused = _refused(AuditLog(folder / settings.state))
+    except CheckpointError as error:
+        fault = error.message
     return Status(
         up=nodes is not None,
         nodes=nodes or [],
@@ -460,25 +466,22 @@ def status_of(folder: Path) -> Status:
         running="" if busy is None else str(busy),
         stopping=busy is not None and stop_is_requested(folder / settings.state),
         clients=json.loads(members.read_text("utf-8")) if members.is_file() else {},
-        refused=_refused(AuditLog(folder / settings.state)),
+        refused=refused,
+        audit_fault=fault,
     )
 
 
 def _refused(audit: AuditLog) -> list[dict[str, Any]]:
-    refused: list[dict[str, Any]] = []
-    with suppress(CheckpointError):  # `federation audit` reports a broken chain
-        for entry in audit.read():
-            match entry["event"]:
-                case "started":
-                    refused = []
-                case "accepted":
-                    refused = [one for one in refused if one["node"] != entry["node"]]
-                case "joined":  # with another key, too
-                    refused = [one for one in refused if one["name"] != client_name(entry["client"])]
-                case "refused":
-                    refused = [one for one in refused if one["node"] != entry["node"]]
-                    refused.append({key: entry[key] for key in ("name", "node", "time", "reason")})
-    return refused
+    refused: dict[str, dict[str, Any]] = {}
+    for entry in audit.read():
+        match entry["event"]:
+            case "started":
+                refused.clear()
+            case "accepted" | "joined":
+                refused.pop(entry.get("node", ""), None)
+            case "refused":
+                refused[entry["node"]] = {key: entry[key] for key in ("name", "node", "time", "reason")}
+    return list(refused.values())
 
 
 def _last_round(run: Path) -> int | None:

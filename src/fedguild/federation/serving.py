@@ -144,6 +144,7 @@ class RemoteClients:
         """Returns all clients, after admitting new ones; a client that never connected has no examples."""
         self.engine.registry.refresh()
         self.members.admit(self.engine.registry.clients)
+        self.engine.registry.note_accepted()
         return [self._client(index) for index in range(len(self.dealt))]
 
     def _client(self, index: int) -> ClientInfo:
@@ -449,6 +450,7 @@ def _wait_for_clients(
     while len(registry.clients) < needed:
         left_seconds = max(0.0, settings.wait_seconds - (time.monotonic() - started))
         members.admit(registry.wait_for_clients(left_seconds, enough, settings.grace_seconds))
+        registry.note_accepted()
 
 
 def _check_of(backbone: Backbone, tiers: Mapping[str, Budget], method: str) -> Callable[[int, Mapping[str, Any]], str]:

@@ -61,7 +61,40 @@ def test_a_refused_client_that_is_accepted_after_all_is_noted(monkeypatch):
     for _ in range(4):
         registry.refresh()
         clock.now += 1000.0
-    assert noted == [(77, "client-000", "too old"), (77, "client-000", "")]
+    assert noted == [(77, "client-000", "too old")], "it is not admitted yet"
+    registry.note_accepted()
+    assert noted[1:] == [(77, "client-000", "")]
+    registry.note_accepted()
+    assert len(noted) == 2
+
+
+@pytest.mark.parametrize("outcome", ["other key", "both keys", "turned away"])
+def test_who_comes_back_with_another_key_is_noted_unless_it_is_turned_away(outcome):
+    online, faults, noted = [SimpleNamespace(id=1, name="client-000")], iter(["too old", "", ""]), []
+    transport = SimpleNamespace(
+        nodes=lambda: list(online),
+        send=lambda node, message, ttl_seconds: "asked",
+        poll=lambda message_id, largest: Message("hello", registry.run, 0, 0, metadata=HELLO),
+    )
+    registry = ClientRegistry(
+        transport,
+        "ab" * 16,
+        1,
+        {},
+        check=lambda client, description: next(faults),
+        refusal=lambda *values: noted.append(values),
+    )
+    registry.refresh()
+    if outcome != "both keys":
+        online.clear()
+    online.append(SimpleNamespace(id=2, name="client-000"))
+    registry.refresh()
+    assert registry.clients[0].node == 2
+    if outcome == "turned away":
+        registry.turn_away(0, "its weight")
+    registry.note_accepted()
+    expected = {"other key": [(1, "client-000", "")], "both keys": [], "turned away": [(2, "client-000", "its weight")]}
+    assert noted == [(1, "client-000", "too old"), *expected[outcome]]
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["stays", "disconnects"])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from fedguild.federation.audit import AuditLog
 from fedguild.federation.site import server_state
 from fedguild.measuring.log.activity import ActivityLog
 from fedguild.measuring.log.index import is_run
@@ -153,6 +154,20 @@ def test_a_federation_shows_keys_contacts_and_who_is_gone(tmp_path: Path) -> Non
     ActivityLog(folder / "state/run").append("online", clients=["client-002"])  # the run delivers the models
     assert not any("online" in client for client in parts_of(seen)["clients"].values())
     assert "The key of client-003 was revoked." in [row["text"] for row in parts_of(seen)["log"].values()]
+
+
+def test_a_key_that_was_refused_and_accepted_after_that_has_joined(tmp_path: Path) -> None:
+    folder = federation(tmp_path / "server")
+    seen, audit = FederationView(folder / "state", Board()), AuditLog(folder / "state")
+    for client in ("client-000", "client-003"):
+        audit.append("refused", node="1", name=client, reason="too old")
+    refused = parts_of(seen)["clients"]
+    assert [refused[n]["key"] for n in ("0", "3")] == ["refused", "revoked"]
+    for client in ("client-000", "client-003"):
+        audit.append("accepted", node="1", name=client)
+    accepted = parts_of(seen)["clients"]
+    assert [accepted[n]["key"] for n in ("0", "3")] == ["joined", "revoked"]
+    assert "client-000 takes part after all." in [row["text"] for row in parts_of(seen)["log"].values()]
 
 
 def test_the_cells_of_a_comparison_fill(tmp_path: Path) -> None:

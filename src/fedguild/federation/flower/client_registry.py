@@ -84,6 +84,8 @@ class ClientRegistry:
     _asked: dict[int, tuple[str, str]] = field(default_factory=dict)
     _reasons: Counter[str] = field(default_factory=Counter)
     """Name of a client -> for how many different reasons it was turned away, under whatever key."""
+    _returned: dict[int, str] = field(default_factory=dict)
+    """Node that was turned away -> the name of its client, which has registered since, also with another key."""
     _failed: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Node -> how often it did not identify itself or was turned away, and when it is asked again."""
 
@@ -126,7 +128,14 @@ class ClientRegistry:
     def turn_away(self, client: int, reason: str) -> None:
         """Turns away a client that has registered, and its node with it."""
         registered = self.clients.pop(client)
+        self._returned = {node: name for node, name in self._returned.items() if name != client_name(client)}
         self._refuse(registered.node, client_name(client), reason)
+
+    def note_accepted(self) -> None:
+        """Reports the nodes that were turned away and whose clients take part after all, once these are admitted."""
+        for node, name in self._returned.items():
+            self.refusal(node, name, "")
+        self._returned.clear()
 
     def _refuse(self, node: int, name: str, reason: str) -> None:
         """Turns a node away, for now or permanently; a repeated reason for the same node is not reported again."""
@@ -217,8 +226,11 @@ class ClientRegistry:
         if reason or answer is None:
             self._refuse(node, name, reason or "its description of itself cannot be read")
             return
-        if self.refused.pop(node, None):
-            self.refusal(node, name, "")
+        online = {each.id for each in self.transport.nodes()}
+        gone = [one for one, (who, _) in self.refused.items() if who == name and one not in online]
+        for stale in {node, *gone} & self.refused.keys():
+            del self.refused[stale]
+            self._returned[stale] = name
         self.clients[reply.client] = RegisteredClient(node, reply.client, answer.model_dump())
         self.echo(f"{client_name(reply.client)} has joined: {answer.summary}.")
         texts = {known.client: known.description["texts"] for known in self.clients.values()}

@@ -18,6 +18,7 @@ from fedguild.report.watch.run_view import RunView
 _TOLD = {
     "joined": "{client} has joined: {examples} examples.",
     "refused": "{name} was turned away: {reason}.",
+    "accepted": "{name} takes part after all.",
     "registered": "The key of {client} is registered.",
     "revoked": "The key of {client} was revoked.",
     "delivered": "The model of {client}: {result}.",
@@ -83,6 +84,8 @@ class FederationView(RunView):
             self._keys[client] = (event, "")
         elif client is not None and event == "refused" and self._keys.get(client, ("",))[0] != "revoked":
             self._keys[client] = ("refused", str(entry["reason"]))
+        elif client is not None and event == "accepted" and self._keys.get(client, ("",))[0] == "refused":
+            self._keys[client] = ("joined", "")
         if client is not None and event in ("joined", "delivered"):
             self._seen[client] = at
         if event in _TOLD:
