@@ -372,7 +372,7 @@ def test_a_site_that_is_corrected_takes_part_from_the_next_round_on(config, tmp_
     assert len([line for line in lines.lines if "client-002 cannot take part" in line]) == 1
     assert [len(record.rejected) for record in rounds_of(tmp_path)] == [1, 1, 0, 0]
     audit = AuditLog(tmp_path / "state").read()
-    assert [entry["event"] for entry in audit if entry.get("name") == "client-002"] == ["refused"]
+    assert [entry["event"] for entry in audit if entry.get("name") == "client-002"] == ["refused", "accepted"]
 
 
 def test_a_client_whose_key_was_revoked_is_not_asked_again(config: Config, tmp_path: Path, clock: Clock) -> None:
