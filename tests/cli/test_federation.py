@@ -147,7 +147,8 @@ def test_status_of_a_server_that_is_up(guild: Path, monkeypatch: pytest.MonkeyPa
         running="process 17",
         stopping=True,
         clients={"1": description},
-        refused=[{"name": "client-002", "node": "6", "time": "2026-01-03", "reason": "too old"}],
+        refused=[{"name": "client-002", "node": "6", "time": "2026-01-03", "reason": "too old."}],
+        audit_fault="Line 3 is not what was written.",
     )
     monkeypatch.setattr("fedguild.federation.operations.status_of", lambda folder: state)
     status, output = call("status", str(guild / "server"))
@@ -155,7 +156,8 @@ def test_status_of_a_server_that_is_up(guild: Path, monkeypatch: pytest.MonkeyPa
     assert "2 key(s) are registered, 1 client(s) online." in output
     assert "The server is up; round 3 is complete." in output
     assert "A run is stopping: process 17." in output
-    assert "client-002 was refused at 2026-01-03: too old." in output
+    assert "client-002 was refused at 2026-01-03: too old.\n" in output
+    assert "Who was refused is not known: Line 3 is not what was written." in output
     assert ["client-001", "online", "2026-01-02", "40", "b2"] in [line.split() for line in output.splitlines()]
 
 

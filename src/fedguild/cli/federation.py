@@ -237,7 +237,7 @@ def status(folder: ServerFolder, as_json: JsonOption = False) -> None:
     for one in state.refused:
         note(f"{one['name']} was refused at {one['time']}: {one['reason'].rstrip('.')}.")
     if state.audit_fault:
-        note(state.audit_fault)
+        note(f"Who was refused is not known: {state.audit_fault} `fedguild federation audit {folder}` checks the log.")
     show(table)
 
 

@@ -307,13 +307,6 @@ def serve(
     return result
 
 
-def _note_refusal(audit: AuditLog, node: int, name: str, reason: str) -> None:
-    if reason:
-        audit.append("refused", node=str(node), name=name, reason=reason)
-    else:
-        audit.append("accepted", node=str(node), name=name)
-
-
 def prepare_remote(
     transport: Transport,
     config: Config,
@@ -352,7 +345,8 @@ def prepare_remote(
         poll_seconds=poll_seconds,
         revoked=Revocations(state).names,
         between_polls=partial(stop_if_requested, state),
-        refusal=partial(_note_refusal, audit),
+        refusal=lambda node, name, reason: audit.append("refused", node=str(node), name=name, reason=reason),
+        acceptance=lambda node, name: audit.append("accepted", node=str(node), name=name),
     )
     refuse = registry.turn_away if config.federation.secure else None
     members = Members(output / MEMBERS, settings, progress.message, audit.append, refuse)

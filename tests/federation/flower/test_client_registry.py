@@ -42,48 +42,46 @@ def test_a_client_that_is_never_the_same_is_not_asked_for_ever(keys, monkeypatch
         assert len(asked) == MOST_REASONS + 1
 
 
-def test_a_refused_client_that_is_accepted_after_all_is_noted(monkeypatch):
-    clock, faults, noted = SimpleNamespace(now=0.0), iter(["too old", "too old", ""]), []
-    monkeypatch.setattr(client_registry.time, "monotonic", lambda: clock.now)
-    transport = SimpleNamespace(
-        nodes=lambda: [SimpleNamespace(id=77, name="client-000")],
-        send=lambda node, message, ttl_seconds: "asked",
-        poll=lambda message_id, largest: Message("hello", registry.run, 0, 0, metadata=HELLO),
+def one_client(online, faults):
+    """Returns a registry of one client, whose faults are those at each hello, and what it notes."""
+    noted, transport = (
+        [],
+        SimpleNamespace(
+            nodes=lambda: list(online),
+            send=lambda node, message, ttl_seconds: "asked",
+            poll=lambda message_id, largest: Message("hello", registry.run, 0, 0, metadata=HELLO),
+        ),
     )
+    checks = iter(faults)
     registry = ClientRegistry(
         transport,
         "ab" * 16,
         1,
         {},
-        check=lambda client, description: next(faults),
-        refusal=lambda *values: noted.append(values),
+        check=lambda client, description: next(checks),
+        refusal=lambda *values: noted.append(("refused", *values)),
+        acceptance=lambda *values: noted.append(("accepted", *values)),
     )
+    return registry, noted
+
+
+def test_a_refused_client_that_is_accepted_after_all_is_noted(monkeypatch):
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(client_registry.time, "monotonic", lambda: clock.now)
+    registry, noted = one_client([SimpleNamespace(id=77, name="client-000")], ["too old", "too old", ""])
     for _ in range(4):
         registry.refresh()
         clock.now += 1000.0
-    assert noted == [(77, "client-000", "too old")], "it is not admitted yet"
+    assert noted == [("refused", 77, "client-000", "too old")], "it is not admitted yet"
     registry.note_accepted()
-    assert noted[1:] == [(77, "client-000", "")]
     registry.note_accepted()
-    assert len(noted) == 2
+    assert noted[1:] == [("accepted", 77, "client-000")]
 
 
 @pytest.mark.parametrize("outcome", ["other key", "both keys", "turned away"])
 def test_who_comes_back_with_another_key_is_noted_unless_it_is_turned_away(outcome):
-    online, faults, noted = [SimpleNamespace(id=1, name="client-000")], iter(["too old", "", ""]), []
-    transport = SimpleNamespace(
-        nodes=lambda: list(online),
-        send=lambda node, message, ttl_seconds: "asked",
-        poll=lambda message_id, largest: Message("hello", registry.run, 0, 0, metadata=HELLO),
-    )
-    registry = ClientRegistry(
-        transport,
-        "ab" * 16,
-        1,
-        {},
-        check=lambda client, description: next(faults),
-        refusal=lambda *values: noted.append(values),
-    )
+    online = [SimpleNamespace(id=1, name="client-000")]
+    registry, noted = one_client(online, ["too old", "", ""])
     registry.refresh()
     if outcome != "both keys":
         online.clear()
@@ -93,8 +91,12 @@ def test_who_comes_back_with_another_key_is_noted_unless_it_is_turned_away(outco
     if outcome == "turned away":
         registry.turn_away(0, "its weight")
     registry.note_accepted()
-    expected = {"other key": [(1, "client-000", "")], "both keys": [], "turned away": [(2, "client-000", "its weight")]}
-    assert noted == [(1, "client-000", "too old"), *expected[outcome]]
+    expected = {
+        "other key": [("accepted", 1, "client-000")],
+        "both keys": [],
+        "turned away": [("refused", 2, "client-000", "its weight")],
+    }
+    assert noted[1:] == expected[outcome]
 
 
 @pytest.mark.parametrize("waits", [True, False], ids=["stays", "disconnects"])

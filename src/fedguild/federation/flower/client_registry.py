@@ -61,8 +61,8 @@ class ClientRegistry:
         poll_seconds: Interval between two polls for replies.
         revoked: Returns the names of the clients whose keys were revoked.
         between_polls: Called whenever the server waits; may raise to end the wait.
-        refusal: Called with the node, name and reason of everyone who is turned away; without a reason when they take
-            part after all.
+        refusal: Called with the node, name and reason of everyone who is turned away.
+        acceptance: Called with the node and name of everyone who was turned away and whose client takes part after all.
         clients: Client index -> the client.
         refused: Node -> the name of the client that it claims to be, and why it was turned away.
         for_good: Those nodes of `refused` that are not asked again, since nothing that their operator does helps.
@@ -78,6 +78,7 @@ class ClientRegistry:
     revoked: Callable[[], Collection[str]] = frozenset
     between_polls: Callable[[], None] = lambda: None
     refusal: Callable[[int, str, str], None] = lambda node, name, reason: None
+    acceptance: Callable[[int, str], None] = lambda node, name: None
     clients: dict[int, RegisteredClient] = field(default_factory=dict)
     refused: dict[int, tuple[str, str]] = field(default_factory=dict)
     for_good: set[int] = field(default_factory=set)
@@ -134,7 +135,7 @@ class ClientRegistry:
     def note_accepted(self) -> None:
         """Reports the nodes that were turned away and whose clients take part after all, once these are admitted."""
         for node, name in self._returned.items():
-            self.refusal(node, name, "")
+            self.acceptance(node, name)
         self._returned.clear()
 
     def _refuse(self, node: int, name: str, reason: str) -> None:
